@@ -1,0 +1,38 @@
+# Two verbs are enough: `make run` and `make test`. The rest is optional.
+PYTHON ?= python3
+PY := .venv/bin/python
+
+.PHONY: run test lab keep lock lint engine test-engines clean
+
+run: .venv/.ready   ## set up, execute the notebooks on the default target, build the report
+	$(PY) -m needlework run $(if $(ALL),--all) $(if $(INCIDENT),--incident $(INCIDENT))
+
+test: .venv/.ready  ## set up, lint, type-check, run the tests
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check lib tests benchmarks notebooks/src
+	$(PY) -m mypy
+	$(PY) -m pytest -n 2 --dist worksteal
+
+# ---- optional ----
+
+lab: .venv/.ready   ## open JupyterLab on the notebooks
+	$(PY) -m jupyterlab notebooks
+
+keep: .venv/.ready  ## bring edits made in JupyterLab back to the text twin: make keep NB=03
+	$(PY) -m needlework run --keep $(NB)
+
+lock: .venv/.ready  ## write constraints.txt from the tested environment (without torch and accelerator packages)
+	$(PY) -m pip freeze --exclude-editable | grep -viE '^(torch|triton|nvidia|cuda|pip|setuptools|wheel)([-=_]|$$)' | sed 's/+cpu//' > constraints.txt
+
+lint: .venv/.ready  ## format and fix what can be fixed
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format lib tests benchmarks notebooks/src
+
+clean:              ## remove the environment and everything built
+	rm -rf .venv .venv-vllm build report runs
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Needlework needs Python 3.11 or newer, this is {v[0]}.{v[1]}; set PYTHON=python3.11 (or newer)")'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -q --disable-pip-version-check 'torch==2.13.0' -c constraints.txt -e '.[run,test]'
+	touch $@

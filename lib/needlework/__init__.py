@@ -1,0 +1,3 @@
+"""Needlework: an investigation workbook for LLM deployments that silently forget their context."""
+
+__version__ = "0.1.0"
