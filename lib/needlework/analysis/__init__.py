@@ -1,0 +1,31 @@
+"""What the measurements say: pure functions on tables of trials. Names load on first use, so the import is cheap."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+# name -> module of this room that defines it
+_HOMES = {
+    "COLUMNS": "trials",
+    "OUTCOMES": "trials",
+    "NO_MEASUREMENT": "trials",
+    "load_trials": "trials",
+    "write_csv": "trials",
+    "hits": "trials",
+    "wilson": "intervals",
+    "jeffreys": "intervals",
+    "clustered": "intervals",
+    "sentence": "intervals",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"needlework.analysis has no {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
