@@ -1,8 +1,8 @@
 """Sparse MLA decode, in plain torch: one softmax over the selected entries of one or two paged caches.
 
-s_j = scale * q . k_j over valid entries; lse = ln sum exp(s_j), natural and without the sink; out = sum exp(s_j - lse) v_j,
-times sigmoid(lse - sink) where a sink is given (FlashMLA `tests/ref.py` conventions). K and V are the same bytes: V4 reads all
-512 numbers as both, V3.2 scores with 576 (512 latent + 64 rotary) and sums the first 512.
+s_j = scale * q . k_j over valid entries; lse = ln sum exp(s_j), natural and without the sink; out = sum exp(s_j -
+lse) v_j, times sigmoid(lse - sink) where a sink is given (FlashMLA `tests/ref.py` conventions). K and V are the same
+bytes: V4 reads all 512 numbers as both, V3.2 scores with 576 (512 latent + 64 rotary) and sums the first 512.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _dim(layout: str) -> int:
 
 
 def _attend(q: Tensor, entries: Tensor, valid: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """q [B, H, D], entries [B, K, D], valid [B, K] -> out [B, H, 512], lse [B, H] (+inf and 0 where nothing is valid)."""
+    """q [B, H, D], entries [B, K, D], valid [B, K] -> out [B, H, 512], lse [B, H] (+inf and 0 where nothing is
+    valid)."""
     scores = (q @ entries.transpose(1, 2)).mul_(scale).masked_fill_(~valid[:, None], -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     empty = ~valid.any(dim=-1)
@@ -62,12 +63,12 @@ def sparse_mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """One decode step over selected entries.
 
-    q [B, H, D] (D 512, or 576 for v32-mla-fp8); pool uint8 [pages, page_bytes]; indices int32 [B, K] slots, -1 = hole anywhere;
-    softmax_scale defaults to D**-0.5; sink float [H], -inf = none; topk_length int [B]: only the first n indices count.
-    The extra cache has its own layout and page size; one softmax covers both (V4: the window is the main cache, the
-    compressed entries are the extra one; an entry in both counts twice, by design).
-    -> out [B, H, 512] and lse [B, H] in `dtype`: natural log, without the sink, +inf where a row has no entry (its out is 0).
-    Raises ValueError for a slot outside the pool or shapes that do not fit.
+    q [B, H, D] (D 512, or 576 for v32-mla-fp8); pool uint8 [pages, page_bytes]; indices int32 [B, K] slots, -1 = hole
+    anywhere; softmax_scale defaults to D**-0.5; sink float [H], -inf = none; topk_length int [B]: only the first n
+    indices count. The extra cache has its own layout and page size; one softmax covers both (V4: the window is the
+    main cache, the compressed entries are the extra one; an entry in both counts twice, by design).
+    -> out [B, H, 512] and lse [B, H] in `dtype`: natural log, without the sink, +inf where a row has no entry (its
+    out is 0). Raises ValueError for a slot outside the pool or shapes that do not fit.
     """
     if q.ndim != 3 or indices.ndim != 2 or len(indices) != len(q):
         raise ValueError(f"q [B, H, D] with indices [B, K], got {tuple(q.shape)} and {tuple(indices.shape)}")
@@ -94,7 +95,8 @@ def _limited(indices: Tensor, length: Tensor | None) -> Tensor:
 
 
 def sink_factor(lse: Tensor, sink: Tensor) -> Tensor:
-    """What a sink leaves of the output: sigmoid(lse - sink), for lse [..., H] and sink [H]; 1 at sink -inf, 0 at +inf."""
+    """What a sink leaves of the output: sigmoid(lse - sink), for lse [..., H] and sink [H]; 1 at sink -inf, 0 at
+    +inf."""
     empty = torch.isinf(lse) & (lse > 0)
     return torch.sigmoid(lse.masked_fill(empty, 0.0) - sink.to(lse.dtype))
 
@@ -105,7 +107,8 @@ def sparse_mla_partials(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Split-K: the index list cut into `splits` nearly equal runs, each attended alone.
 
-    -> outs [S, B, H, 512], each normalised by its own softmax, and lses [S, B, H] (natural log, +inf for an empty part).
+    -> outs [S, B, H, 512], each normalised by its own softmax, and lses [S, B, H] (natural log, +inf for an empty
+    part).
     """
     if splits < 1:
         raise ValueError(f"splits must be at least 1, got {splits}")
@@ -117,7 +120,8 @@ def sparse_mla_partials(
 def merge_partials(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One softmax from its parts: outs [S, B, H, D], lses [S, B, H] natural log, +inf (or -inf) = that part had no key.
 
-    out = sum_i exp(lse_i - lse) out_i with lse = ln sum_i exp(lse_i); a sink [H] then scales out by sigmoid(lse - sink).
+    out = sum_i exp(lse_i - lse) out_i with lse = ln sum_i exp(lse_i); a sink [H] then scales out by sigmoid(lse -
+    sink).
     -> (out [B, H, D], lse [B, H]), lse without the sink and +inf where no part had a key.
     """
     if outs.shape[:-1] != lses.shape:

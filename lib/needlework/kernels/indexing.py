@@ -1,11 +1,13 @@
 """Index keys and their logits, in plain torch: what the sparse indexer stores, and the score that decides what is read.
 
-The score of key j for one query (sglang 0.5.23 `srt/layers/attention/dsv4/indexer.py`, DeepGEMM `tests/test_attention.py`):
+The score of key j for one query (sglang 0.5.23 `srt/layers/attention/dsv4/indexer.py`, DeepGEMM
+`tests/test_attention.py`):
 
     logit[j] = s_k[j] * sum_h w[h] * max(0, q[h] . k8[j])
 
 q is what the kernel multiplies (fp8 codes as numbers); the query's own scale, 1/sqrt(128) and 1/sqrt(heads) are already
-in w. The key scale stands outside the ReLU, so a broken (negative) scale turns the sign of a logit instead of clearing it.
+in w. The key scale stands outside the ReLU, so a broken (negative) scale turns the sign of a logit instead of
+clearing it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def quantize_index_keys(keys: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, T
 
 
 def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int = 64) -> None:
-    """Quantise keys [N, 128] and write them at slots [N] of an index pool, uint8 [pages, 8448] for 64-token pages, in place.
+    """Quantise keys [N, 128] and write them at slots [N] of an index pool, uint8 [pages, 8448] for 64-token pages, in
+    place.
 
     slot = page * page_tokens + offset; slot -1 is skipped. Values and scales lie in two blocks of a page: 128 bytes at
     offset * 128 and 4 bytes at page_tokens * 128 + offset * 4. Raises ValueError for shapes that do not fit.
@@ -50,7 +53,8 @@ def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The orthonormal Walsh-Hadamard transform over the last axis (a power of two long): scaled by 1/sqrt(n), its own inverse.
+    """The orthonormal Walsh-Hadamard transform over the last axis (a power of two long): scaled by 1/sqrt(n), its own
+    inverse.
 
     The official V4 script rotates queries and index keys with it before fp8; done on both sides it leaves every
     dot product as it was, on one side it destroys all of them.
@@ -67,7 +71,8 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def visible_keys(positions: Tensor, ratio: int) -> Tensor:
-    """How many compressed keys a query at each position may score: (p + 1) div ratio. The token that completes a group sees it."""
+    """How many compressed keys a query at each position may score: (p + 1) div ratio. The token that completes a
+    group sees it."""
     return (positions + 1) // ratio
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def slots_of(positions: Tensor, page_table: Tensor, page_tokens: int = 64) -> Tensor:
-    """Positions int32 [B, k] (-1 = none) as pool slots: page_table[b, position // page_tokens] * page_tokens + position % page_tokens.
+    """Positions int32 [B, k] (-1 = none) as pool slots: page_table[b, position // page_tokens] * page_tokens +
+    position % page_tokens.
 
     A position in a hole of the table (-1), or past its last column, becomes -1. int32 [B, k].
     """
@@ -23,10 +24,11 @@ def select_topk(
 ) -> Tensor:
     """The k best of the first `lengths[b]` logits of each row.
 
-    logits [B, L] float; lengths int [B]; page_table int32 [B, max_pages] -> int32 [B, k], unsorted, -1 padded: slots where a
-    page table is given, else positions. A row with at most k keys gives 0, 1, … length-1 in order, then -1 (its logits are
-    not looked at: sglang 0.5.23 and vllm 0.33.0 skip them). Among equal scores any choice is right. Columns at or past the
-    length are never read. NaN counts as the largest score, as in torch.topk. Raises ValueError for shapes that do not fit.
+    logits [B, L] float; lengths int [B]; page_table int32 [B, max_pages] -> int32 [B, k], unsorted, -1 padded: slots
+    where a page table is given, else positions. A row with at most k keys gives 0, 1, … length-1 in order, then -1
+    (its logits are not looked at: sglang 0.5.23 and vllm 0.33.0 skip them). Among equal scores any choice is right.
+    Columns at or past the length are never read. NaN counts as the largest score, as in torch.topk. Raises ValueError
+    for shapes that do not fit.
     """
     if logits.ndim != 2 or lengths.shape != logits.shape[:1]:
         raise ValueError(f"logits [B, L] with lengths [B], got {tuple(logits.shape)} and {tuple(lengths.shape)}")
