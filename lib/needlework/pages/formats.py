@@ -1,0 +1,121 @@
+"""Number formats of KV pages: what one stored byte, or a few, is worth, and how a value becomes a code.
+
+Byte order is little-endian. `decode` is exact for every code, NaN codes included. Rounding is to nearest even
+unless said otherwise; values beyond the largest code saturate, as the public writers' explicit clamps do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to store numbers; `largest` is the clamp that writers use, not always the format's maximum."""
+
+    name: str
+    bits: int
+    largest: float
+    meaning: str
+    stored: torch.dtype  # what `Layout.decode` hands out for the field itself
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("e4m3fn", 8, 448.0, "1 sign, 4 exponent (bias 7), 3 mantissa bits; 0x7F and 0xFF are NaN", torch.uint8),
+        Format("e4m3fnuz", 8, 224.0, "1 sign, 4 exponent (bias 8), 3 mantissa bits; 0x80 is the only NaN", torch.uint8),
+        Format("e2m1", 4, 6.0, "1 sign, 2 exponent, 1 mantissa bit; even element in the low half", torch.uint8),
+        Format("ue8m0", 8, 2.0**127, "power of two, 2^(byte-127); 0xFF is NaN", torch.uint8),
+        Format("f32", 32, float("inf"), "IEEE single", torch.float32),
+        Format("bf16", 16, float("inf"), "the upper half of an IEEE single", torch.bfloat16),
+        Format("raw", 8, float("inf"), "bytes without meaning", torch.uint8),
+    )
+}
+
+
+@cache
+def table(name: str, device: str = "cpu") -> Tensor:
+    """float32 value of each of the 256 bytes of a format: shape [256], or [256, 2] for `e2m1` (low half first)."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    match name:
+        case "e4m3fn":
+            values = codes.view(torch.float8_e4m3fn).float()
+        case "e4m3fnuz":
+            values = codes.view(torch.float8_e4m3fnuz).float()
+        case "ue8m0":
+            # 2^-127 (byte 0) is a subnormal single; byte 255 is NaN, as in the OCP microscaling text
+            bits = codes.int() << 23
+            bits[0], bits[255] = 0x00400000, 0x7FC00000
+            values = bits.view(torch.float32)
+        case "e2m1":
+            half = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES))
+            values = torch.stack([half[(codes & 15).long()], half[(codes >> 4).long()]], -1)
+        case _:
+            raise ValueError(f"{name!r} has no table of byte values; formats with one: e4m3fn, e4m3fnuz, ue8m0, e2m1")
+    return values.to(device)
+
+
+def decode(stored: Tensor, name: str) -> Tensor:
+    """float32 values of stored numbers. `stored` is uint8 [..., n] (or float32/bfloat16 for `f32`/`bf16`).
+
+    Returns [..., n], or [..., 2n] for `e2m1`.
+    """
+    match name:
+        case "e4m3fn":
+            return stored.view(torch.float8_e4m3fn).to(torch.float32)
+        case "e4m3fnuz":
+            return stored.view(torch.float8_e4m3fnuz).to(torch.float32)
+        case "e2m1":
+            return table(name, str(stored.device))[stored.int()].flatten(-2)
+        case "ue8m0":
+            return table(name, str(stored.device))[stored.int()]
+        case "f32" | "bf16":
+            return stored.to(torch.float32)
+        case _:
+            raise ValueError(f"{name!r} holds no numbers")
+
+
+def encode_e4m3(values: Tensor, name: str = "e4m3fn") -> Tensor:
+    """uint8 codes nearest to float32 `values`, saturating at the writers' clamp (448, or 224 for FNUZ).
+
+    FNUZ has no negative zero (0x80 is NaN): a negative value that rounds to zero becomes +0.
+    """
+    largest = FORMATS[name].largest
+    clamped = values.clamp(-largest, largest)
+    if name == "e4m3fn":
+        return clamped.to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = clamped.to(torch.float8_e4m3fnuz).view(torch.uint8)
+    return torch.where((codes == 0x80) & ~values.isnan(), 0, codes)
+
+
+def encode_e2m1(values: Tensor, ties: str = "even", negative_zero: bool = True) -> Tensor:
+    """uint8 [..., n/2] pairs of 4-bit codes of float32 `values` [..., n].
+
+    ties: "even" as the hardware conversion rounds, "down" = to the smaller magnitude (SGLang's threshold comparison,
+    sglang 0.5.23 kernels/ops/quantization/fp4_indexer_quant.py, which also writes no negative zero).
+    """
+    midpoints = torch.tensor(E2M1_MIDPOINTS, device=values.device)
+    magnitude = values.abs()
+    code = torch.bucketize(magnitude, midpoints, out_int32=True)
+    if ties == "even":
+        above = torch.bucketize(magnitude, midpoints, out_int32=True, right=True)
+        code = torch.where(code % 2 == 0, code, above)
+    sign = torch.signbit(values)
+    if not negative_zero:
+        sign = sign & (code > 0)
+    code = (code + 8 * sign).to(torch.uint8)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
+
+
+def ceil_exponent(scale: Tensor) -> Tensor:
+    """uint8 ue8m0 byte of the smallest power of two >= a positive float32 `scale` (from the bits, so exact)."""
+    bits = scale.contiguous().view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, 254).to(torch.uint8)
