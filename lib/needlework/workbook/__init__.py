@@ -1,0 +1,45 @@
+"""What a person sees: the start of a notebook, figures, tables, targets, explorers, the runner and the report.
+
+A notebook needs `workbook.start(title)`, `workbook.figures`, `workbook.tables`, `workbook.open_target(spec)`,
+`workbook.incident(name)` and `workbook.explorers`; everything here is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__all__ = [
+    "Incident",
+    "Target",
+    "TargetError",
+    "explorers",
+    "figures",
+    "incident",
+    "incidents",
+    "open_target",
+    "report",
+    "runner",
+    "source",
+    "start",
+    "tables",
+    "targets",
+]
+
+_HOME = {
+    "start": "session",
+    "source": "session",
+    "Incident": "incidents",
+    "incident": "incidents",
+    "open_target": "targets",
+    "Target": "targets",
+    "TargetError": "targets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,407 @@
+"""Figures in one style: one helper per kind, each returns a matplotlib Figure; `show(fig, alt=…)` displays it.
+
+Classes use the Okabe-Ito colours with a marker or hatch of their own, order uses cividis, sign a diverging map centred
+on zero.
+Nothing here touches pyplot, so no figure is kept alive or shown twice.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from needlework.workbook.tables import plain
+
+# Okabe and Ito, "Color Universal Design" (2008), without the yellow that is too faint on white
+OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+ORDER_MAP = "cividis"
+SIGN_MAP = "RdBu_r"
+MAX_SVG_BYTES = 160_000
+# words that say nothing about what is seen; an alt text of this kind is refused
+FILLER = ("no description", "image", "figure", "plot", "chart", "picture", "graph", "todo", "alt text")
+STYLE: Any = {
+    "figure.figsize": (7.2, 3.6),
+    "figure.dpi": 100,
+    "savefig.dpi": 110,
+    "figure.constrained_layout.use": True,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.prop_cycle": cycler(color=OKABE_ITO),
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "image.cmap": ORDER_MAP,
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "needlework",  # ids from content: two executions give the same bytes
+    "text.parse_math": False,  # a label from a log or a model is text, never mathematics
+}
+
+
+def use_style() -> None:
+    """Set the one style; `workbook.start` and every helper here call it."""
+    matplotlib.rcParams.update(STYLE)
+
+
+def new(width_in: float = 7.2, height_in: float = 3.6, rows: int = 1, columns: int = 1) -> tuple[Figure, Any]:
+    """A figure in the workbook's style and its axes (one Axes, or an array of them), sizes in inches."""
+    use_style()
+    fig = Figure(figsize=(width_in, height_in), layout="constrained")
+    return fig, fig.subplots(rows, columns)
+
+
+def label(text: object, max_chars: int = 60) -> str:
+    """Text for a label or legend: no control characters, bounded; a leading underscore would hide a legend entry."""
+    value = plain(text, max_chars)
+    return "\u200a" + value if value.startswith("_") else value
+
+
+# ---- display ----
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn figure: SVG, or PNG with 64 colours where the SVG would be larger than 160 kB. Carries its alt text."""
+
+    mime: str
+    data: str
+    alt: str
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
+        return {self.mime: self.data, "text/plain": f"[figure] {self.alt}"}, {self.mime: {"alt": self.alt}}
+
+
+def check_alt(alt: str) -> str:
+    """The alt text, stripped; ValueError when it says nothing (too short, or a filler word)."""
+    text = " ".join(plain(alt, 1000).split())
+    if len(text) < 25 or len(text.split()) < 5 or text.lower().strip(". ") in FILLER:
+        raise ValueError(f"alt text must say what is seen in the figure (at least five words), got {text[:60]!r}")
+    return text
+
+
+def show(fig: Figure, alt: str) -> None:
+    """Display `fig` with its alt text: what is seen (axes, shape, the finding), not the title."""
+    from IPython.display import display
+
+    display(picture(fig, alt))  # type: ignore[no-untyped-call]
+
+
+def picture(fig: Figure, alt: str) -> Picture:
+    """`fig` drawn to a Picture with the same bytes every time."""
+    text = check_alt(alt)
+    svg = to_svg(fig)
+    if len(svg) <= MAX_SVG_BYTES:
+        return Picture("image/svg+xml", svg, text)
+    return Picture("image/png", to_png(fig), text)
+
+
+def to_svg(fig: Figure) -> str:
+    """The figure as an SVG document without date or creator."""
+    buffer = io.StringIO()
+    with matplotlib.rc_context(STYLE):
+        fig.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return buffer.getvalue()
+
+
+def to_png(fig: Figure) -> str:
+    """The figure as base64 PNG with at most 64 colours."""
+    import base64
+
+    from PIL import Image
+
+    raw, small = io.BytesIO(), io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        fig.savefig(raw, format="png", metadata={"Software": None})
+    raw.seek(0)
+    image = Image.open(raw).convert("RGB")
+    image.quantize(64, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
+    return base64.b64encode(small.getvalue()).decode("ascii") + "\n"
+
+
+# ---- one helper per kind of figure ----
+
+
+def recall_table(trials: pd.DataFrame, arm: str = "arm") -> pd.DataFrame:
+    """One row per arm and target length: realised median prompt_tokens, hits, n (measurements only), no_measurement,
+    recall, low, high."""
+    from needlework.analysis.intervals import wilson
+    from needlework.analysis.trials import NO_MEASUREMENT
+
+    data = trials.copy()
+    if arm not in data or data[arm].isna().all():
+        data[arm] = "all"
+    length = "target_tokens" if "target_tokens" in data and data["target_tokens"].notna().any() else "prompt_tokens"
+    data["_lost"] = data["outcome"].isin(list(NO_MEASUREMENT))
+    data["_hit"] = data["outcome"].eq("exact")
+    data["_x"] = data["prompt_tokens"].fillna(data[length]) if "prompt_tokens" in data else data[length]
+    rows = data.groupby([arm, length], dropna=False, sort=True).agg(
+        prompt_tokens=("_x", "median"), hits=("_hit", "sum"), asked=("_hit", "size"), no_measurement=("_lost", "sum")
+    )
+    table = rows.reset_index().rename(columns={arm: "arm"})
+    table["n"] = table["asked"] - table["no_measurement"]
+    table["recall"] = table["hits"] / table["n"].where(table["n"] > 0)
+    bounds = [wilson(h, n) if n else (0.0, 1.0) for h, n in zip(table["hits"], table["n"], strict=True)]
+    table["low"], table["high"] = [float(b[0]) for b in bounds], [float(b[1]) for b in bounds]
+    return table[["arm", "prompt_tokens", "hits", "n", "no_measurement", "recall", "low", "high"]]
+
+
+def recall_curve(
+    trials: pd.DataFrame,
+    *,
+    edges: Mapping[str, float] | None = None,
+    log: bool = True,
+    title: str = "",
+    arm: str = "arm",
+) -> Figure:
+    """Recall against realised prompt tokens, one line per arm, Wilson 95 % bars that fade as they widen (a wide bar is
+    weak evidence).
+
+    trials: a trial table, or a table that `recall_table` made. edges: name -> token count, drawn as dotted vertical
+    lines.
+    """
+    table = trials if {"recall", "low", "high", "n"} <= set(trials.columns) else recall_table(trials, arm)
+    fig, axes = new()
+    for i, (name, rows) in enumerate(table.groupby("arm", sort=True)):
+        colour, marker = OKABE_ITO[i % len(OKABE_ITO)], MARKERS[i % len(MARKERS)]
+        rows = rows[rows["n"] > 0].sort_values("prompt_tokens")
+        axes.plot(rows["prompt_tokens"], rows["recall"], marker=marker, ms=5, lw=1.4, color=colour, label=label(name))
+        for x, low, high in rows[["prompt_tokens", "low", "high"]].to_numpy(float):
+            strength = float(np.clip(1.15 - (high - low), 0.15, 1.0))
+            axes.plot(
+                [x] * 2,
+                [low, high],
+                color=colour,
+                lw=4,
+                alpha=0.75 * strength,
+                solid_capstyle="butt",
+            )
+    for i, (name, tokens) in enumerate((edges or {}).items()):
+        axes.axvline(tokens, color="#555555", lw=1, ls=":")
+        axes.annotate(
+            label(name, 30),
+            (tokens, 0.02 + 0.09 * (i % 3)),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color="#333333",
+        )
+    if log:
+        _log_tokens(axes)
+    axes.set(
+        xlabel="prompt tokens, as counted by the endpoint",
+        ylabel="recall (exact answers)",
+        ylim=(-0.04, 1.06),
+        title=label(title, 90),
+    )
+    if table["arm"].nunique() > 1:
+        axes.legend(loc="best")
+    return fig
+
+
+def _log_tokens(axes: Axes) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+    axes.tick_params(axis="x", labelrotation=0, labelsize=9)
+
+
+def heat_map(
+    frame: pd.DataFrame,
+    *,
+    value: str = "",
+    signed: bool = False,
+    limits: tuple[float, float] | None = None,
+    fmt: str = "{:.2g}",
+    title: str = "",
+) -> Figure:
+    """A heat map of a small table (index down, columns across) with each number printed; signed centres a diverging
+    map on zero."""
+    values = frame.to_numpy(float)
+    fig, ax = new(max(4.0, 1.6 + 0.62 * values.shape[1]), max(2.2, 1.2 + 0.36 * values.shape[0]))
+    finite = values[np.isfinite(values)]
+    low, high = limits or ((float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0))
+    norm: Normalize
+    if signed:
+        bound = max(abs(low), abs(high), 1e-12)
+        norm = TwoSlopeNorm(0.0, -bound, bound)
+    else:
+        norm = Normalize(low, high if high > low else low + 1e-12)
+    image = ax.imshow(values, norm=norm, cmap=SIGN_MAP if signed else ORDER_MAP, aspect="auto")
+    ax.grid(False)
+    ax.set_xticks(
+        range(values.shape[1]), [label(c, 20) for c in frame.columns], rotation=30 if values.shape[1] > 8 else 0
+    )
+    ax.set_yticks(range(values.shape[0]), [label(c, 30) for c in frame.index])
+    if values.size <= 400:
+        for (row, column), number in np.ndenumerate(values):
+            text = fmt.format(number) if np.isfinite(number) else "–"
+            dark = np.isfinite(number) and (norm(number) < 0.55 if not signed else abs(norm(number) - 0.5) > 0.3)
+            ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
+    ax.set(title=label(title, 90), xlabel=label(frame.columns.name or ""), ylabel=label(frame.index.name or ""))
+    fig.colorbar(image, ax=ax, label=label(value), shrink=0.9)
+    return fig
+
+
+def byte_map(
+    raw: Any,
+    *,
+    regions: Mapping[str, tuple[int, int]] | None = None,
+    marks: Sequence[tuple[int, int]] = (),
+    title: str = "",
+    row_name: str = "page",
+    row_labels: Sequence[object] | None = None,
+) -> Figure:
+    """Bytes as they lie: one row per page or token, one column per byte, cividis from 0 to 255.
+
+    raw: uint8 [rows, bytes] (array or tensor; at most 512 rows are drawn). regions: field name -> (first byte, one
+    past the last).
+    marks: (row, byte) pairs drawn as open orange squares.
+    """
+    values = np.asarray(raw)
+    if values.ndim != 2 or values.dtype != np.uint8:
+        raise ValueError(f"byte_map wants uint8 [rows, bytes], got {values.dtype} {list(values.shape)}")
+    values = values[:512]
+    fig, ax = new(7.2, float(np.clip(1.6 + 0.12 * len(values), 2.0, 5.0)))
+    image = ax.imshow(values, cmap=ORDER_MAP, vmin=0, vmax=255, aspect="auto", interpolation="nearest")
+    ax.grid(False)
+    for name, (first, end) in (regions or {}).items():
+        ax.axvline(first - 0.5, color="#D55E00", lw=1)
+        ax.annotate(
+            label(name, 24),
+            ((first + end) / 2, 1.01),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
+    if marks:
+        rows, columns = zip(*marks, strict=True)
+        ax.plot(columns, rows, "s", mfc="none", mec="#D55E00", ms=7, mew=1.6)
+    if row_labels is not None and len(values) <= 40:
+        ax.set_yticks(range(len(values)), [label(r, 16) for r in row_labels[: len(values)]])
+    ax.set_xlabel("byte")
+    ax.set_ylabel(label(row_name))
+    ax.set_title(label(title, 90), pad=18 if regions else 6)
+    fig.colorbar(image, ax=ax, label="byte value", ticks=[0, 64, 128, 192, 255])
+    return fig
+
+
+def interval_bars(
+    table: pd.DataFrame,
+    *,
+    name: str = "name",
+    value: str = "value",
+    low: str = "low",
+    high: str = "high",
+    xlabel: str = "",
+    reference: float | None = None,
+    title: str = "",
+) -> Figure:
+    """Horizontal bars with an interval, one per row of `table`, top to bottom in the order given; reference draws a
+    dashed line."""
+    rows = table.reset_index() if name not in table.columns else table
+    fig, ax = new(7.2, max(1.8, 0.9 + 0.38 * len(rows)))
+    y = np.arange(len(rows))
+    numbers = rows[value].to_numpy(float)
+    errors = np.abs(np.vstack([numbers - rows[low].to_numpy(float), rows[high].to_numpy(float) - numbers]))
+    ax.barh(y, numbers, color=OKABE_ITO[5], edgecolor=OKABE_ITO[0], height=0.62)
+    ax.errorbar(numbers, y, xerr=errors, fmt="none", ecolor="black", capsize=4, lw=1.4)
+    ax.set_yticks(y, [label(n) for n in rows[name]])
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    if reference is not None:
+        ax.axvline(reference, color="#D55E00", ls="--", lw=1.2)
+    ax.set(xlabel=label(xlabel), title=label(title, 90))
+    return fig
+
+
+def timeline(
+    events: pd.DataFrame,
+    *,
+    time: str = "time",
+    lane: str = "lane",
+    text: str = "label",
+    end: str = "end",
+    xlabel: str = "seconds since the first event",
+    title: str = "",
+) -> Figure:
+    """Events along lanes: a marker at `time` (numbers, or timestamps counted from the first), a bar where the row has
+    an `end`."""
+    rows = events.copy()
+    if not pd.api.types.is_numeric_dtype(rows[time]):
+        stamps = pd.to_datetime(rows[time], utc=True, format="ISO8601")
+        if end in rows:
+            rows[end] = (pd.to_datetime(rows[end], utc=True, format="ISO8601") - stamps.min()).dt.total_seconds()
+        rows[time] = (stamps - stamps.min()).dt.total_seconds()
+    lanes = list(dict.fromkeys(rows[lane]))
+    fig, ax = new(7.2, max(1.8, 0.9 + 0.55 * len(lanes)))
+    for i, name in enumerate(lanes):
+        colour = OKABE_ITO[i % len(OKABE_ITO)]
+        for j, row in enumerate(rows[rows[lane] == name].sort_values(time).to_dict("records")):
+            stop = row.get(end)
+            if stop is not None and pd.notna(stop):
+                ax.barh(i, stop - row[time], left=row[time], height=0.36, color=colour, alpha=0.5, edgecolor=colour)
+            ax.plot(row[time], i, MARKERS[i % len(MARKERS)], color=colour, ms=6)
+            if text in row and pd.notna(row[text]) and row[text] != "":
+                ax.annotate(
+                    label(row[text], 28),
+                    (row[time], i),
+                    xytext=(4, 8 if j % 2 == 0 else -13),
+                    textcoords="offset points",
+                    fontsize=8,
+                )
+    ax.set_yticks(range(len(lanes)), [label(n, 28) for n in lanes])
+    ax.set_ylim(len(lanes) - 0.4, -0.6)
+    ax.grid(axis="y", visible=False)
+    ax.set(xlabel=label(xlabel), title=label(title, 90))
+    return fig
+
+
+def paired_table(
+    both: int, only_first: int, only_second: int, neither: int, *, first: str, second: str, title: str = ""
+) -> Figure:
+    """The 2 × 2 table of one prompt asked in two arms: counts printed, shaded by count; the off-diagonal cells carry
+    the difference."""
+    counts = np.array([[both, only_first], [only_second, neither]])
+    fig, ax = new(5.2, 2.9)
+    ax.imshow(counts, cmap="Blues", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
+    ax.grid(False)
+    for (row, column), count in np.ndenumerate(counts):
+        ax.text(
+            column,
+            row,
+            f"{count:,}",
+            ha="center",
+            va="center",
+            fontsize=15,
+            fontweight="bold" if row != column else "normal",
+        )
+    ax.set_xticks([0, 1], [f"{label(second, 24)}\nright", f"{label(second, 24)}\nwrong"])
+    ax.set_yticks([0, 1], [f"{label(first, 24)}\nright", f"{label(first, 24)}\nwrong"])
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    if title:
+        ax.set_xlabel(label(title, 90))
+    return fig

@@ -1,0 +1,86 @@
+"""The first cell of every notebook: seed, style, and one line that says what ran."""
+
+from __future__ import annotations
+
+import html
+import importlib.metadata
+import inspect
+import platform
+import random
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+SHOWN = ("torch", "numpy", "pandas", "matplotlib")
+
+
+def versions(packages: tuple[str, ...] = SHOWN) -> dict[str, str]:
+    """Installed versions by package name, Needlework and Python first; no time, host or path."""
+    found = {"needlework": "", "python": platform.python_version()}
+    for name in ("needlework", *packages):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+@dataclass(frozen=True)
+class Start:
+    """What `start` set: the notebook's title, its seed and the versions in use."""
+
+    title: str
+    seed: int
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        parts = " · ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{parts} · seed {self.seed}"
+
+    def _repr_html_(self) -> str:
+        return f"<p><small>{html.escape(str(self))}</small></p>"
+
+
+def start(title: str, *, seed: int = 0) -> Start:
+    """Seed random, numpy and torch, set the figure style, and print one line of versions.
+
+    The line carries no time and no host, so that two executions of a notebook give the same bytes.
+    """
+    import numpy as np
+
+    from needlework.workbook import figures
+
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        import torch
+
+        torch.manual_seed(seed)
+    except ImportError:  # the report can be rebuilt where torch is not installed
+        pass
+    figures.use_style()
+    result = Start(title, seed, versions())
+    print(result)
+    return result
+
+
+@dataclass(frozen=True)
+class Source:
+    """The text of a library function, shown as a folded block."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<details><summary>Source of <code>{html.escape(self.name)}</code></summary>"
+            f"<pre><code>{html.escape(self.text)}</code></pre></details>"
+        )
+
+
+def source(obj: Any) -> Source:
+    """The source of a function or class, so that a reader sees the real thing and not a copy."""
+    return Source(f"{obj.__module__}.{obj.__qualname__}", textwrap.dedent(inspect.getsource(obj)))

@@ -1,0 +1,115 @@
+"""Tables: pandas Styler with a fixed id, escaped and bounded text, and a caption. No script."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import numbers
+import re
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from pandas.io.formats.style import Styler
+
+MAX_ROWS = 60
+MAX_CHARS = 240
+# ECMA-48: CSI sequences, OSC strings (titles, hyperlinks), and two-character escapes
+_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|[\x9b][0-?]*[ -/]*[@-~]")
+
+
+def plain(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Text from a server, log or dump made safe to *look* at: no ANSI, no control or direction marks, bounded length.
+
+    It is not escaped for HTML; `escape` does both.
+    """
+    value = _ANSI.sub("", str(text)[: 8 * max_chars])
+    value = "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else "\ufffd" for c in value
+    )
+    return value if len(value) <= max_chars else value[: max_chars - 1] + "…"
+
+
+def escape(text: object, max_chars: int = MAX_CHARS) -> str:
+    """`plain`, then escaped for HTML text and attributes."""
+    return html.escape(plain(text, max_chars))
+
+
+def _shown(digits: int) -> Callable[[Any], str]:
+    def render(value: Any) -> str:
+        if value is None or (
+            not isinstance(value, (list, dict, tuple, set)) and pd.api.types.is_scalar(value) and pd.isna(value)
+        ):
+            return "–"
+        if isinstance(value, numbers.Real) and not isinstance(value, (bool, numbers.Integral)):
+            return f"{value:,.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e15 and value != 0 else f"{value:g}"
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            return f"{value:,}"
+        return escape(value)
+
+    return render
+
+
+def table(
+    frame: pd.DataFrame | pd.Series,
+    caption: str,
+    *,
+    formats: Mapping[str, str | Callable[[Any], str]] | None = None,
+    order: Sequence[str] = (),
+    limits: tuple[float | None, float | None] = (None, None),
+    digits: int = 3,
+    index: bool = False,
+    max_rows: int = MAX_ROWS,
+) -> Styler:
+    """A table for notebook and report: `frame` under `caption`.
+
+    formats: column -> format string ("{:.1%}") or function returning text (escaped here too). order: numeric columns
+    shaded with cividis
+    (the number stays printed); limits: their (low, high). index: show the index. At most max_rows rows are shown and
+    the caption says so.
+    Every cell, header and index label is stripped of ANSI and control characters, cut at 240 characters, and
+    HTML-escaped.
+    """
+    data = frame.to_frame() if isinstance(frame, pd.Series) else frame
+    total = len(data)
+    data = data.head(max_rows).copy()
+    if not data.index.is_unique:
+        data = data.reset_index(drop=not index)
+    data.columns = pd.Index(_unique(plain(c, 80) for c in data.columns))
+    note = f" (first {max_rows:,} of {total:,} rows)" if total > max_rows else ""
+    uuid = hashlib.sha256(f"{caption}|{'|'.join(map(str, data.columns))}".encode()).hexdigest()[:8]
+    styler = Styler(data, uuid=uuid, cell_ids=False).set_caption(html.escape(caption + note))
+    styler = styler.format(_shown(digits), subset=list(data.columns))
+    for column, wanted in (formats or {}).items():
+        styler = styler.format(_formatter(wanted), subset=[column])
+    styler = styler.format_index(escape, axis=1).format_index(escape, axis=0)
+    numeric = [c for c in order if c in data.columns and pd.api.types.is_numeric_dtype(data[c])]
+    if numeric and total:
+        styler = styler.background_gradient(cmap="cividis", subset=pd.Index(numeric), vmin=limits[0], vmax=limits[1])
+    if not index:
+        styler = styler.hide(axis="index")
+    return styler
+
+
+def _formatter(wanted: str | Callable[[Any], str]) -> Callable[[Any], str]:
+    def render(value: Any) -> str:
+        if pd.api.types.is_scalar(value) and pd.isna(value):
+            return "–"
+        return escape(wanted.format(value) if isinstance(wanted, str) else wanted(value))
+
+    return render
+
+
+def _unique(labels: Any) -> list[str]:
+    seen: dict[str, int] = {}
+    unique = []
+    for label in labels:
+        seen[label] = seen.get(label, 0) + 1
+        unique.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return unique
+
+
+def to_html(styler: Styler) -> str:
+    """The table as an HTML fragment with its own small style block."""
+    return styler.to_html()
