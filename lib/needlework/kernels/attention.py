@@ -10,28 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.pages import LAYOUTS
+from needlework.pages import layout_of
 
 VALUE_DIM = 512
 
 
 def gather_entries(pool: Tensor, slots: Tensor, layout: str, page_tokens: int, dtype: torch.dtype) -> Tensor:
     """Entries of a pool at slots [B, K] as numbers [B, K, dim]; zeros at slot -1, whose bytes are never read."""
-    capacity = pool.shape[0] * page_tokens
-    if slots.numel() and int(slots.max()) >= capacity:
-        raise ValueError(
-            f"slot {int(slots.max())} lies outside a pool of {pool.shape[0]} pages of {page_tokens} entries"
-        )
     flat = slots.reshape(-1).long()
     used, place = torch.unique(flat[flat >= 0], return_inverse=True)  # a slot shared by many rows is decoded once
-    out = torch.zeros((len(flat), _dim(layout)), dtype=dtype, device=pool.device)
+    out = torch.zeros((len(flat), layout_of(layout).dim), dtype=dtype, device=pool.device)
     if len(used):
-        out[flat >= 0] = LAYOUTS[layout].gather(pool, used, page_tokens=page_tokens).to(dtype)[place]
+        out[flat >= 0] = layout_of(layout).gather(pool, used, page_tokens=page_tokens).to(dtype)[place]
     return out.reshape(*slots.shape, -1)
-
-
-def _dim(layout: str) -> int:
-    return 576 if layout == "v32-mla-fp8" else VALUE_DIM
 
 
 def _attend(q: Tensor, entries: Tensor, valid: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -72,8 +63,8 @@ def sparse_mla_decode(
     """
     if q.ndim != 3 or indices.ndim != 2 or len(indices) != len(q):
         raise ValueError(f"q [B, H, D] with indices [B, K], got {tuple(q.shape)} and {tuple(indices.shape)}")
-    if q.shape[-1] != _dim(layout):
-        raise ValueError(f"layout {layout} holds {_dim(layout)} numbers an entry, q has {q.shape[-1]}")
+    if q.shape[-1] != layout_of(layout).dim:
+        raise ValueError(f"layout {layout} holds {layout_of(layout).dim} numbers an entry, q has {q.shape[-1]}")
     if (extra_pool is None) != (extra_indices is None):
         raise ValueError("extra_pool and extra_indices go together")
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)

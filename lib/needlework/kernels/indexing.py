@@ -15,29 +15,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.pages import LAYOUTS
+from needlework.pages import LAYOUTS, Layout, formats, layout_of
 
-FP8_MAX = 448.0  # largest finite e4m3fn
-AMAX_FLOOR = 1e-4  # smallest row maximum that the public writers divide by
 INDEX_DIM = 128
 
 
-def quantize_index_keys(keys: Tensor, *, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
+def quantize_index_keys(
+    keys: Tensor, *, layout: str = "dsa-index-fp8", writer: str | None = None
+) -> tuple[Tensor, Tensor]:
     """Index keys as fp8: one float32 scale for each row of 128 numbers.
 
-    keys [N, 128], any float dtype -> codes uint8 [N, 128] (e4m3fn bits), scales float32 [N].
-    scale = max(amax, 1e-4) / 448 (sglang 0.5.23 `kernels/jit/csrc/dsa/fused_store_index_cache.cuh`); with `ue8m0` it is
-    rounded up to a power of two (vllm 0.33.0 and the official script). Raises ValueError for another row width.
+    keys [N, 128], any float dtype -> codes uint8 [N, 128] (e4m3fn bits), scales float32 [N]. scale = max(amax, 1e-4) /
+    448 (sglang 0.5.23 `kernels/jit/csrc/dsa/fused_store_index_cache.cuh`); layout "dsa-index-fp8-ue8m0" rounds it up to
+    a power of two. `writer` picks another public writer of that layout. Raises ValueError for another row width.
     """
     if keys.ndim != 2 or keys.shape[1] != INDEX_DIM:
         raise ValueError(f"index keys must be [N, {INDEX_DIM}], got {tuple(keys.shape)}")
-    rows = keys.to(torch.float32)
-    scales = rows.abs().amax(dim=1).clamp_min(AMAX_FLOOR) / FP8_MAX
-    if ue8m0:
-        mantissa, exponent = torch.frexp(scales)
-        scales = torch.ldexp(torch.ones_like(scales), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    codes = (rows / scales[:, None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-    return codes.view(torch.uint8), scales
+    stored = LAYOUTS[layout].quantise(keys, writer)
+    return stored["codes"], stored["scales"][:, 0]
 
 
 def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int = 64) -> None:
@@ -123,8 +118,7 @@ def indexer_logits(
         there = torch.nonzero(ids >= 0).flatten()
         if not len(there):
             continue
-        fields = LAYOUTS[layout].decode(pool[ids[there]], page_tokens=page_tokens)
-        keys, scales = _keys_and_scales(fields, dtype)
+        keys, scales = _keys_and_scales(pool, ids[there], layout_of(layout), page_tokens, dtype)
         columns = (there[:, None] * page_tokens + torch.arange(page_tokens, device=q.device)).flatten()
         for n in range(rows):
             dots = torch.relu_(q[b, n].to(dtype) @ keys.T)
@@ -133,13 +127,18 @@ def indexer_logits(
     return out
 
 
-def _keys_and_scales(fields: dict[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys without their scale [L, D] and the scale [L] where a row has one scale; else dequantised keys and ones."""
-    values = fields["values"]
-    dim = values.shape[-1]
-    scales = fields.get("scales")
-    if scales is not None and "codes" in fields and scales.numel() == values.numel() // dim:
-        codes = fields["codes"].reshape(-1, dim).view(torch.float8_e4m3fn)
-        return codes.to(dtype), scales.reshape(-1).to(dtype)
-    keys = values.reshape(-1, dim).to(dtype)
-    return keys, torch.ones(len(keys), dtype=dtype, device=keys.device)
+def _keys_and_scales(
+    pool: Tensor, pages: Tensor, layout: Layout, page_tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys of some pages without their scale [L, D], and the scale [L], where a row has one; else dequantised keys
+    and ones."""
+    layout.check(pool, page_tokens)
+    if layout["scales"].count > 1:
+        keys = layout.decode(pool[pages], page_tokens)["values"].reshape(-1, layout.dim).to(dtype)
+        return keys, torch.ones(len(keys), dtype=dtype, device=keys.device)
+    stored = [
+        layout[name].view(pool, page_tokens)[pages].reshape(len(pages) * page_tokens, -1)
+        for name in ("codes", "scales")
+    ]
+    keys = formats.decode(stored[0], layout["codes"].format).to(dtype)
+    return keys, stored[1].view(torch.float32)[:, 0].to(dtype)
