@@ -43,7 +43,8 @@ def _shown(digits: int) -> Callable[[Any], str]:
         ):
             return "–"
         if isinstance(value, numbers.Real) and not isinstance(value, (bool, numbers.Integral)):
-            return f"{value:,.{digits}f}".rstrip("0").rstrip(".") if abs(value) < 1e15 and value != 0 else f"{value:g}"
+            small_or_huge = not 10.0**-digits <= abs(float(value)) < 1e15
+            return f"{value:.{digits}g}" if small_or_huge else f"{value:,.{digits}f}".rstrip("0").rstrip(".")
         if isinstance(value, numbers.Integral) and not isinstance(value, bool):
             return f"{value:,}"
         return escape(value)
