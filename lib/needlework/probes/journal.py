@@ -1,0 +1,213 @@
+"""The journal of a run: append-only, content-addressed, safe against SIGKILL.
+
+`run/` holds manifest.json (what was measured and how), trials.jsonl (one line a finished trial) and counts.jsonl (token
+counts by content hash). A line is written by one write call after the answer was graded, so a kill loses at most what
+was in flight; a torn last line is set aside on the next open. `trial_id` is the hash of what was asked, so a resumed
+run finds what it already knows and sends only the rest. Rows of outcome `transport` are kept and retried: of one trial
+the last row counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SCHEMA = 1
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class Journal:
+    """One run folder; `path=None` keeps everything in memory.
+
+    Raises ValueError when another process writes to the folder, when a line other than the last is malformed (its
+    number is named; nothing is changed), or when the folder was made by a newer schema.
+    """
+
+    def __init__(self, path: str | Path | None, *, read_only: bool = False):
+        self.path = Path(path) if path is not None else None
+        self.read_only = read_only
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.counts: dict[str, int] = {}
+        self.manifest: dict[str, Any] = {}
+        self.lines = 0
+        self.torn = 0
+        self._files: dict[str, int] = {}
+        self._lock: int | None = None
+        if self.path is None:
+            return
+        if read_only:
+            if not (self.path / "trials.jsonl").is_file():
+                raise FileNotFoundError(f"{self.path.name} is not a recorded run: it holds no trials.jsonl")
+        else:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._take_lock()
+        manifest = self.path / "manifest.json"
+        if manifest.is_file():
+            try:
+                self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
+            except ValueError:
+                raise ValueError(f"{self.path.name}/manifest.json is not JSON; mend or remove it") from None
+            if self.manifest.get("schema", SCHEMA) > SCHEMA:
+                raise ValueError(f"{self.path.name} was written by a newer needlework; update this one")
+        for row in self._load("trials.jsonl"):
+            if isinstance(row.get("trial_id"), str):
+                self.rows[row["trial_id"]] = row
+                self.lines += 1
+        for row in self._load("counts.jsonl"):
+            if isinstance(row.get("sha"), str) and isinstance(row.get("count"), int):
+                self.counts[row["sha"]] = row["count"]
+
+    @property
+    def name(self) -> str:
+        return _NAME.sub("-", self.path.name) if self.path is not None else "memory"
+
+    def get(self, trial_id: str, *, final: bool = False) -> dict[str, Any] | None:
+        """The row of a finished trial. A `transport` row is not finished, unless `final` (replay) takes it as it is."""
+        row = self.rows.get(trial_id)
+        return row if row is not None and (final or row.get("outcome") != "transport") else None
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Add one trial; on disk before this returns."""
+        self.rows[row["trial_id"]] = row
+        self.lines += 1
+        self._write("trials.jsonl", row)
+
+    def count(self, sha: str) -> int | None:
+        return self.counts.get(sha)
+
+    def add_count(self, sha: str, count: int) -> None:
+        if sha not in self.counts:
+            self.counts[sha] = count
+            self._write("counts.jsonl", {"sha": sha, "count": count})
+
+    def note(self, **entries: Any) -> None:
+        """Merge entries into the manifest (dictionaries one level deep) and write it atomically."""
+        changed = False
+        for name, value in entries.items():
+            old = self.manifest.get(name)
+            new = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+            changed |= new != old
+            self.manifest[name] = new
+        if not changed or self.path is None or self.read_only:
+            return
+        self.manifest = {"schema": SCHEMA, **self.manifest}
+        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=".manifest")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(self.manifest, file, indent=1, sort_keys=True, ensure_ascii=False)
+            file.write("\n")
+        os.replace(temporary, self.path / "manifest.json")
+
+    def frame(self, ids: list[str] | None = None) -> pd.DataFrame:
+        """Trials as a table in the contract's columns; of one trial the last row counts."""
+        import pandas as pd
+
+        from needlework.analysis.trials import COLUMNS
+
+        rows = [self.rows[i] for i in ids if i in self.rows] if ids is not None else list(self.rows.values())
+        extra = sorted({name for row in rows for name in row} - set(COLUMNS))
+        return pd.DataFrame(
+            [{name: row.get(name) for name in [*COLUMNS, *extra]} for row in rows], columns=[*COLUMNS, *extra]
+        )
+
+    def close(self) -> None:
+        for handle in self._files.values():
+            os.close(handle)
+        self._files.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- files ----
+
+    def _take_lock(self) -> None:
+        try:
+            import fcntl
+        except ImportError:  # no such locks on Windows; the folder is then the user's to guard
+            return
+        assert self.path is not None
+        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when the process dies
+        except OSError:
+            os.close(self._lock)
+            self._lock = None
+            raise ValueError(
+                f"another process is writing to the run folder {self.path.name}; use another folder"
+            ) from None
+
+    def _load(self, name: str) -> list[dict[str, Any]]:
+        assert self.path is not None
+        file = self.path / name
+        if not file.is_file():
+            return []
+        raw = file.read_bytes()
+        whole, _, tail = raw.rpartition(b"\n")
+        rows = []
+        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, UnicodeDecodeError, RecursionError):
+                row = None
+            if not isinstance(row, dict):
+                raise ValueError(f"{self.path.name}/{name} line {number} is malformed; mend or remove that line")
+            rows.append(row)
+        if tail.strip():
+            self.torn += 1
+            try:  # the line may be complete and only its line break lost
+                row = json.loads(tail)
+            except (ValueError, UnicodeDecodeError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            if not self.read_only:
+                self._mend(file, tail, complete=isinstance(row, dict))
+        return rows
+
+    def _mend(self, file: Path, tail: bytes, *, complete: bool) -> None:
+        if complete:
+            with open(file, "ab") as out:
+                out.write(b"\n")
+            return
+        with open(file.with_suffix(".torn"), "ab") as aside:  # kept for whoever wants to look
+            aside.write(tail + b"\n")
+        with open(file, "rb+") as out:
+            out.truncate(file.stat().st_size - len(tail))
+
+    def _write(self, name: str, row: dict[str, Any]) -> None:
+        if self.path is None:
+            return
+        if self.read_only:
+            raise RuntimeError("a recorded run is read only")
+        if name not in self._files:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+            self._files[name] = os.open(self.path / name, flags, 0o644)
+        # ASCII only: lone surrogates and every other character of a hostile answer survive as escapes
+        data = json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
+        while data:
+            data = data[os.write(self._files[name], data) :]
+
+
+class Recorded:
+    """A recorded run with the interface of an endpoint: it answers from the journal and never sends anything."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.journal = Journal(self.path, read_only=True)
+
+    def __repr__(self) -> str:
+        return f"Recorded({self.path.name!r}, {len(self.journal.rows)} trials)"

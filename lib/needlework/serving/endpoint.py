@@ -1,0 +1,287 @@
+"""A client for OpenAI-compatible endpoints that survives bad servers.
+
+Retries are 0: a retry would turn a failed trial into a late success. Whatever goes wrong between the question and a
+well-formed answer becomes one `TransportError` with a short reason; keys, URLs and hosts are removed from it. Bodies
+and streams are bounded in bytes and in time, compressed bodies are refused (a decompression bomb has no bound), and
+redirects are not followed (they would carry the key elsewhere).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from .replies import EventStream, Message, Reply, TransportError, decode, parse_json, read_completion
+from .scrub import scrub, secrets_of
+
+
+class Endpoint:
+    """An OpenAI-compatible deployment.
+
+    base_url        without /v1 (it is stripped if given)
+    model           name to ask for; None takes the first that /v1/models lists
+    api_key         sent as a bearer token; never shown, logged or stored
+    timeout_s       bound on a whole request, first byte to last, however slowly the server drips
+    max_body_bytes  bound on a body or a stream
+    tokenizer_url   where token counts are asked when this URL is a router without /tokenize (a worker's URL)
+    extra           fields merged into every generation request, for example {"chat_template_kwargs": {...}}
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+        *,
+        max_body_bytes: int = 32 << 20,
+        max_connections: int = 256,
+        tokenizer_url: str | None = None,
+        extra: dict[str, Any] | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ):
+        self.base_url = _clean(base_url)
+        self.tokenizer_url = _clean(tokenizer_url) if tokenizer_url else None
+        self.model = model
+        self.timeout_s = float(timeout_s)
+        self.max_body_bytes = int(max_body_bytes)
+        self.extra = dict(extra or {})
+        self.capabilities: Any = None  # filled by dialects.probe, once
+        self._key = api_key
+        self._max_connections = max_connections
+        self._transport = transport
+        self._secrets = secrets_of(self.base_url, api_key)
+        if self.tokenizer_url:
+            self._secrets += secrets_of(self.tokenizer_url, None)
+        # httpx ties a client to the event loop that first used it
+        self._clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient] = weakref.WeakKeyDictionary()
+
+    def __repr__(self) -> str:
+        return f"Endpoint(model={self.model!r}, key={'set' if self._key else 'none'})"
+
+    def scrub(self, text: object, limit: int = 300) -> str:
+        """`text` without this endpoint's key, URL and host, on one line."""
+        return scrub(text, secrets=self._secrets, limit=limit)
+
+    async def aclose(self) -> None:
+        """Close the connections opened from the running loop."""
+        client = self._clients.pop(asyncio.get_running_loop(), None)
+        if client is not None:
+            await client.aclose()
+
+    # ---- plain HTTP ----
+
+    async def get_json(self, path: str, **options: Any) -> Any:
+        return parse_json((await self._fetch("GET", path, None, **options))[0])
+
+    async def post_json(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        return parse_json((await self._fetch("POST", path, body, **options))[0])
+
+    async def get_text(self, path: str, **options: Any) -> str:
+        return decode((await self._fetch("GET", path, None, **options))[0])
+
+    async def post_text(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> str:
+        return decode((await self._fetch("POST", path, body, **options))[0])
+
+    # ---- generation ----
+
+    async def chat(
+        self,
+        messages: list[Message],
+        *,
+        max_tokens: int = 64,
+        temperature: float = 0.0,
+        seed: int | None = None,
+        stream: bool = True,
+        logprobs: bool = False,
+        fields: dict[str, Any] | None = None,
+        on_first_token: asyncio.Event | None = None,
+    ) -> Reply:
+        """Send one chat completion and return its reply; raises TransportError.
+
+        `stream=True` gives the time to the first token. `fields` are added to the body as they are. Cancelling the
+        awaiting task closes the connection, which serving engines treat as an abort.
+        """
+        body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature}
+        if seed is not None:
+            body["seed"] = seed
+        if logprobs:
+            body["logprobs"] = True
+        body.update(self.extra)
+        body.update(fields or {})
+        return await self._generate("/v1/chat/completions", body, stream, on_first_token)
+
+    async def complete(
+        self,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = 64,
+        stream: bool = False,
+        fields: dict[str, Any] | None = None,
+    ) -> Reply:
+        """Send one text completion (no chat template); raises TransportError."""
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **self.extra, **(fields or {})}
+        return await self._generate("/v1/completions", body, stream, None)
+
+    async def resolve_model(self) -> str:
+        """The model's name: as given, else the first of /v1/models; raises TransportError if there is none."""
+        if self.model is None:
+            listing = await self.get_json("/v1/models")
+            data = listing.get("data") if isinstance(listing, dict) else None
+            name = data[0].get("id") if isinstance(data, list) and data and isinstance(data[0], dict) else None
+            if not isinstance(name, str):
+                raise TransportError("/v1/models lists no model; give the model's name")
+            self.model = name
+        return self.model
+
+    async def _generate(self, path: str, body: dict[str, Any], stream: bool, first: asyncio.Event | None) -> Reply:
+        body = {"model": await self.resolve_model(), **body}
+        started = time.perf_counter()
+        if not stream:
+            raw, headers = await self._fetch("POST", path, body)
+            return read_completion(parse_json(raw), headers, time.perf_counter() - started, self.scrub)
+        body["stream"] = True
+        body.setdefault("stream_options", {"include_usage": True})
+        parts = EventStream(self.scrub, started, first)
+        async with self._open("POST", path, body) as (response, chunks):
+            if "text/event-stream" not in response.headers.get("content-type", ""):
+                raw = b"".join([chunk async for chunk in chunks])
+                # some servers ignore "stream"; their single body is a valid answer without a first-token time
+                return read_completion(
+                    parse_json(raw), _marks(response.headers), time.perf_counter() - started, self.scrub
+                )
+            async for chunk in chunks:
+                if parts.feed(chunk):
+                    break
+            return parts.reply(_marks(response.headers))
+
+    # ---- the one place that touches the wire ----
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        *,
+        timeout_s: float | None = None,
+        base: str | None = None,
+        accept: tuple[int, ...] = (200,),
+    ) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[bytes]]]:
+        limit_s = timeout_s or self.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                content = None if body is None else json.dumps(body).encode()
+                headers = {} if content is None else {"content-type": "application/json"}
+                async with self._client().stream(
+                    method, (base or self.base_url) + path, content=content, headers=headers
+                ) as response:
+                    if response.headers.get("content-encoding", "identity") not in ("identity", ""):
+                        raise TransportError(
+                            "the body is compressed although that was not asked for", response.status_code
+                        )
+                    chunks = self._bounded(response)
+                    if response.status_code not in accept:
+                        raise TransportError(await self._why(response, chunks), response.status_code)
+                    yield response, chunks
+        except TimeoutError:
+            raise TransportError(f"no complete answer within {limit_s:g} s") from None
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise TransportError(_describe(error, self)) from None
+
+    async def _bounded(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        seen = 0
+        async for chunk in response.aiter_raw():
+            seen += len(chunk)
+            if seen > self.max_body_bytes:
+                raise TransportError(f"the answer is longer than {self.max_body_bytes >> 20} MiB", response.status_code)
+            yield chunk
+
+    async def _fetch(
+        self, method: str, path: str, body: dict[str, Any] | None, **options: Any
+    ) -> tuple[bytes, dict[str, str]]:
+        async with self._open(method, path, body, **options) as (response, chunks):
+            return b"".join([chunk async for chunk in chunks]), _marks(response.headers)
+
+    async def _why(self, response: httpx.Response, chunks: AsyncIterator[bytes]) -> str:
+        status = response.status_code
+        if 300 <= status < 400:
+            return f"HTTP {status}: the server redirects; give the final URL"
+        head = b""
+        async for chunk in chunks:
+            head += chunk
+            if len(head) > 4096:
+                break
+        text = head[:4096].decode("utf-8", "replace")
+        if text.lstrip()[:1] == "<":
+            return f"HTTP {status} with an HTML page instead of JSON (a proxy or a wrong path?)"
+        message: Any = text
+        try:
+            parsed = json.loads(text)
+            inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
+            message = inner.get("message", inner) if isinstance(inner, dict) else inner
+        except ValueError:
+            pass
+        return self.scrub(f"HTTP {status}: {message}" if text.strip() else f"HTTP {status} with an empty body")
+
+    def _client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        client = self._clients.get(loop)
+        if client is None:
+            headers = {"accept-encoding": "identity", "user-agent": "needlework"}
+            if self._key:
+                headers["authorization"] = f"Bearer {self._key}"
+            try:
+                client = httpx.AsyncClient(
+                    headers=headers,
+                    timeout=httpx.Timeout(self.timeout_s, connect=min(20.0, self.timeout_s)),
+                    follow_redirects=False,
+                    limits=httpx.Limits(max_connections=self._max_connections, max_keepalive_connections=64),
+                    transport=self._transport
+                    or httpx.AsyncHTTPTransport(retries=0, limits=_limits(self._max_connections)),
+                    trust_env=False,
+                )
+            except (UnicodeError, ValueError):
+                raise TransportError("the API key holds characters that cannot be sent in a header") from None
+            self._clients[loop] = client
+        return client
+
+
+def _limits(connections: int) -> httpx.Limits:
+    return httpx.Limits(max_connections=connections, max_keepalive_connections=64)
+
+
+def _clean(url: str) -> str:
+    url = url.strip().rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("the endpoint's URL must start with http:// or https://")
+    return url.removesuffix("/v1").rstrip("/")
+
+
+def _marks(headers: httpx.Headers) -> dict[str, str]:
+    """The few headers that tell which backend answered."""
+    wanted = ("server", "x-worker-id", "x-worker-instance-id", "x-sglang-worker", "x-request-id", "via", "x-served-by")
+    return {name: scrub(headers[name], limit=80) for name in wanted if name in headers}
+
+
+def _describe(error: BaseException, endpoint: Endpoint) -> str:
+    names = {
+        httpx.ConnectTimeout: "the connection was not accepted in time",
+        httpx.ConnectError: "the endpoint cannot be reached (is it running, and is the port right?)",
+        httpx.ReadTimeout: "the server stopped sending",
+        httpx.RemoteProtocolError: "the connection was closed in the middle of an answer",
+        httpx.ReadError: "the connection was reset while reading",
+        httpx.WriteError: "the connection was reset while sending",
+        httpx.PoolTimeout: "no free connection in time",
+    }
+    for kind, text in names.items():
+        if isinstance(error, kind):
+            return text
+    return endpoint.scrub(f"{type(error).__name__}: {error}", limit=160)
