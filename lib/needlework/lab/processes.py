@@ -1,0 +1,182 @@
+"""Child processes of the lab: ports without races, last log lines on failure, and nothing left behind.
+
+Three habits make the lab safe to start from a notebook, a test or a terminal:
+
+* a listening socket is bound in the parent and handed to the child by number, so that no other program can take the
+  port between choosing it and using it (the router is the exception: it binds its own port);
+* a child holds the reading end of a pipe whose writing end only the parent has; when the parent goes, however it goes,
+  the pipe ends and the child exits;
+* a child's output goes to an unnamed temporary file: its last lines can be shown in an error, and nothing stays on
+  disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+
+LOOPBACK = "127.0.0.1"
+LOG_TAIL_BYTES = 64 * 1024
+
+
+def listening_socket(port: int = 0) -> socket.socket:
+    """A listening TCP socket on the loopback address; `port` 0 lets the system choose.
+
+    Raises RuntimeError with one clear sentence when the port is taken or not allowed.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ValueError(f"a port is a number from 0 (any free one) to 65535, not {port!r}")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((LOOPBACK, port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        raise RuntimeError(
+            f"port {port} cannot be used ({error.strerror}); choose another one, or 0 for any free one"
+        ) from None
+    return listener
+
+
+def free_port() -> int:
+    """A port that is free now, for a program that insists on binding it itself."""
+    with listening_socket(0) as probe:
+        return probe.getsockname()[1]
+
+
+def die_with_parent(pipe_fd: int) -> None:
+    """Exit this process as soon as the pipe `pipe_fd` ends, that is, when the process that started it is gone."""
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(pipe_fd, 1):
+                pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+class Child:
+    """A started child process: its role, its log, and a way to end it.
+
+    `command` is run without a shell, in its own session (so that Ctrl-C reaches only the parent, which then stops its
+    children in order). `"{watch}"` in the command is replaced by the number of the pipe end that `die_with_parent`
+    needs.
+    """
+
+    def __init__(
+        self, role: str, command: Sequence[str], *, pass_fds: Sequence[int] = (), env: dict[str, str] | None = None
+    ):
+        self.role = role
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child, and has no name on disk
+        watch, self._pipe = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [part.replace("{watch}", str(watch)) for part in command],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(watch, *pass_fds),
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(self._pipe)
+            self._log.close()
+            raise
+        finally:
+            os.close(watch)
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last `lines` lines of what the child wrote, at most 64 KiB."""
+        if self._log.closed:
+            return ""
+        size = os.fstat(self._log.fileno()).st_size
+        raw = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+        return "\n".join(raw.decode("utf-8", "replace").splitlines()[-lines:])
+
+    def rss_bytes(self) -> int:
+        """Resident memory of the process in bytes (0 where /proc is not offered, or after its end)."""
+        try:
+            with open(f"/proc/{self.pid}/statm") as statm:
+                return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def signal(self, number: int) -> None:
+        """Send a signal if the process still runs."""
+        if self.alive:
+            self.process.send_signal(number)
+
+    def close(self) -> None:
+        """Release the pipe and the log; the process itself must have ended (see `stop`)."""
+        with contextlib.suppress(OSError):
+            os.close(self._pipe)
+        self._log.close()
+
+
+def stop(children: Sequence[Child], grace_s: float = 3.0) -> None:
+    """End all children: ask all at once, wait `grace_s` together, then kill what is left. Safe to call twice."""
+    for child in children:
+        child.signal(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for child in children:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        child.signal(signal.SIGKILL)
+    for child in children:
+        child.process.wait()
+        child.close()
+
+
+def guard(argv: list[str]) -> int:
+    """Run a foreign program so that it, too, ends with the lab: `python -m needlework.lab.processes PIPE_FD COMMAND…`.
+
+    A foreign program does not watch our pipe (the router keeps Python's lock for its whole life, so a thread inside it
+    never runs). This guard watches for it: it ends the program when the pipe ends or when it is asked to stop, and on
+    Linux the kernel ends the program with the guard.
+    """
+    pipe_fd, command = int(argv[0]), argv[1:]
+    guard_pid = os.getpid()
+
+    def bind_to_guard() -> None:
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+            if os.getppid() != guard_pid:  # the guard went between fork and here
+                os._exit(1)
+
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind_to_guard)
+    signal.signal(signal.SIGTERM, lambda *_: program.kill())  # the router's own shutdown waits for open connections
+
+    def wait() -> None:
+        with contextlib.suppress(OSError):
+            while os.read(pipe_fd, 1):
+                pass
+        program.kill()
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+    return program.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(guard(sys.argv[1:]))
