@@ -112,7 +112,7 @@ def grade(
         outcome = "distractor" if first.role == "distractor" else "other_needle"
         return Grade(outcome, score, short, f"{first.role}@{first.depth:.2f}", None, distance)
     for value, trial in (elsewhere or {}).items():
-        if value != expected and holds(answer, value):
+        if value in answer and value != expected and holds(answer, value):
             return Grade("other_needle", score, short, f"trial:{trial}", None, distance)
     if expected is not None and distance is not None and distance <= max(1, len(expected) // 5):
         return Grade("near", score, short, None, None, distance)

@@ -259,13 +259,26 @@ def _lines_for(spec: PromptSpec, stream: str, tokens: int) -> int:
 
 @dataclass
 class Ratio:
-    """Characters a token of one genre on one server, learnt from every count; a first guess only."""
+    """Tokens of a text of one genre on one server, learnt from counts: a template's share and characters a token."""
 
     characters: float = 4.0
+    template: float = 8.0
+    points: tuple[tuple[int, int], ...] = ()  # (characters, tokens)
 
     def learn(self, text: str, tokens: int) -> None:
-        if tokens > 50:
-            self.characters = len(text) / tokens
+        self.points = (*self.points[-7:], (len(text), tokens))
+        (c0, t0), (c1, t1) = min(self.points), max(self.points)
+        if c1 >= 2 * c0 and t1 > t0:
+            self.characters = (c1 - c0) / (t1 - t0)
+            self.template = max(0.0, t0 - c0 / self.characters)
+        elif tokens > self.template + 10:
+            self.characters = len(text) / (tokens - self.template)
+
+    def tokens(self, characters: int) -> int:
+        return round(self.template + characters / self.characters)
+
+    def length(self, tokens: int) -> float:
+        return (tokens - self.template) * self.characters
 
 
 async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0) -> Prompt:
@@ -277,11 +290,11 @@ async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, to
     """
     mean = sum(map(len, lines(spec.genre, f"a/{spec.seed}/{spec.genre}", 32))) / 32
     empty = len(assemble(spec, 0, 0)[0])
-    guess = max(0, round((spec.target_tokens * ratio.characters - empty) / mean))
+    guess = max(0, round((ratio.length(spec.target_tokens) - empty) / mean))
     if count is None:
         text, prefix = assemble(spec, guess, 0)
-        tokens = round(len(text) / ratio.characters)
-        return _finish(spec, text, prefix, tokens, False, round(len(prefix) / ratio.characters))
+        tokens = ratio.tokens(len(text))
+        return _finish(spec, text, prefix, tokens, False, round(len(prefix) / ratio.characters) if prefix else None)
 
     seen: dict[tuple[int, int], int] = {}
 

@@ -1,0 +1,74 @@
+"""What a run will cost, said before it starts, and the limits at which it stops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Stop rules. None means no limit. `price` is money for a million prompt tokens, in the user's currency."""
+
+    requests: int | None = None
+    prompt_tokens: int | None = None
+    minutes: float | None = None
+    cost: float | None = None
+    price: float | None = None
+
+    def cost_of(self, prompt_tokens: int) -> float | None:
+        return None if self.price is None else prompt_tokens / 1e6 * self.price
+
+    def reached(self, requests: int, prompt_tokens: int, minutes: float) -> str | None:
+        """The limit that was reached, in words, or None."""
+        cost = self.cost_of(prompt_tokens)
+        if self.requests is not None and requests >= self.requests:
+            return f"stopped at the limit of {self.requests} requests"
+        if self.prompt_tokens is not None and prompt_tokens >= self.prompt_tokens:
+            return f"stopped at the limit of {self.prompt_tokens:,} prompt tokens"
+        if self.minutes is not None and minutes >= self.minutes:
+            return f"stopped at the limit of {self.minutes:g} minutes"
+        if self.cost is not None and cost is not None and cost >= self.cost:
+            return f"stopped at the limit of {self.cost:g} (money)"
+        return None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is still to be sent. `minutes` is None before two calibration requests were timed."""
+
+    requests: int
+    prompt_tokens: int
+    minutes: float | None = None
+    cost: float | None = None
+
+    def check(self, limits: Limits) -> None:
+        """Raises ValueError when even the plan passes a limit on money; the other limits stop the run when reached."""
+        if limits.cost is not None and self.cost is not None and self.cost > limits.cost:
+            raise ValueError(f"the run would cost about {self.cost:.2f}, more than the limit of {limits.cost:.2f}")
+
+    def __str__(self) -> str:
+        parts = [f"{self.requests} requests at most", f"{self.prompt_tokens:,} prompt tokens"]
+        if self.minutes is not None:
+            parts.append("under a minute" if self.minutes < 1 else f"about {self.minutes:.0f} minutes")
+        if self.cost is not None:
+            parts.append(f"about {self.cost:.2f} at the given price")
+        return ", ".join(parts)
+
+
+@dataclass
+class Speed:
+    """Seconds a request and seconds a token from timed requests of two lengths."""
+
+    points: list[tuple[int, float]] = field(default_factory=list)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.points.append((tokens, seconds))
+
+    def minutes(self, requests: int, tokens: int) -> float | None:
+        """Estimated minutes, one request at a time; None with fewer than two different lengths."""
+        if len({t for t, _ in self.points}) < 2:
+            return None
+        (t0, s0), (t1, s1) = min(self.points), max(self.points)
+        slope = max(0.0, (s1 - s0) / (t1 - t0))
+        base = max(0.0, s0 - slope * t0)
+        return (requests * base + tokens * slope) / 60

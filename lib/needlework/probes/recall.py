@@ -1,0 +1,176 @@
+"""Recall against length and depth: a grid with Wilson intervals on the realised length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import PromptSpec
+from .result import Result, finish, outcomes, share
+
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+DEPTHS = (0.1, 0.5, 0.9)
+
+
+def recall(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    depths: Sequence[float] = DEPTHS,
+    repeats: int = 1,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    distractors: int = 0,
+    style: str = "literal",
+    seed: int = 0,
+    arm: str = "",
+    concurrency: int = 1,
+    controls: bool = True,
+    tolerance: int = 0,
+    max_tokens: int = 48,
+    thinking: bool = False,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+    probe: str = "recall",
+) -> Result:
+    """Ask for one fact at every length, depth and repeat, each in fresh text; returns hits with Wilson intervals.
+
+    `.table` has one row a length: hits, measured, low, high (95 %), and the realised tokens. Cells of lengths and depths
+    are in `.details["cells"]`. Trials are sent in a seeded random order, so drift cannot pose as an effect of length.
+    Raises ValueError for bad parameters, RuntimeError when the endpoint does not answer at all.
+    """
+    if not lengths or not depths or repeats < 1:
+        raise ValueError("recall needs at least one length, one depth and one repeat")
+    base = PromptSpec(int(lengths[0]), genre=genre, needle=needle, seed=seed, distractors=distractors, style=style)
+    asks = [
+        Ask(
+            probe,
+            with_seed(PromptSpec(int(n), float(d), genre, needle, seed, distractors=distractors, style=style), i, j, r),
+            arm=arm,
+            repeat=r,
+            concurrency=concurrency,
+            max_tokens=max_tokens,
+        )
+        for i, n in enumerate(lengths)
+        for j, d in enumerate(depths)
+        for r in range(repeats)
+    ]
+    checks = control_asks(probe, base, arm=arm) if controls else []
+    stopped, rows, judged = "", [], None
+    with Bench(
+        endpoint, run, probe=probe, arm=arm, limits=limits, confirm=confirm, progress=progress, tolerance=tolerance,
+        thinking=thinking,
+    ) as bench:  # fmt: skip
+        bench.note(lengths=list(lengths), depths=list(depths), repeats=repeats, genre=genre, needle=needle, seed=seed,
+                   concurrency=concurrency)  # fmt: skip
+        try:
+            bench.plan([*checks, *asks])
+            judged = run_controls(bench, checks) if controls else None
+            bench.ask(_shuffled(asks, seed), concurrency=concurrency)
+        except Stopped as reason:
+            stopped = str(reason)
+        rows = [bench.journal.rows[a.trial_id] for a in asks if a.trial_id in bench.journal.rows]
+        bench.used = dict.fromkeys([*bench.used, *(r["trial_id"] for r in rows)])
+        table, cells = by_length(rows), by_length(rows, "depth")
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = describe(rows)
+        details = {"cells": cells, "budget": bench.budget}
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=table, stopped=stopped, details=details)
+
+
+def depth_profile(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    length: int = 4096,
+    depths: Sequence[float] = tuple(i / 10 for i in range(11)),
+    repeats: int = 2,
+    **options: object,
+) -> Result:
+    """Recall against the needle's place at one length; options as of `recall`. `.table` has one row a depth."""
+    result = recall(endpoint, run, lengths=[length], depths=depths, repeats=repeats, probe="depth", **options)  # type: ignore[arg-type]
+    from dataclasses import replace
+
+    table = result.details["cells"]
+    sentence = result.sentence
+    if result.verdict == "finding":
+        lost = table[table["high"] < 0.5]
+        held = table[table["low"] > 0.0]
+        if len(lost) and len(held):
+            places = ", ".join(f"{d:.2f}" for d in lost["depth"])
+            sentence = f"At {length:,} tokens recall depends on the place: lost at depth {places}; {sentence}"
+    return replace(result, table=table, sentence=sentence)
+
+
+def by_length(rows: list[Row], *more: str):
+    """Hits with Wilson intervals by target length (and more columns), with the realised lengths' range."""
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["target_tokens"], *(row[m] for m in more)), []).append(row)
+    out = []
+    for key in sorted(groups):
+        members = groups[key]
+        hits, measured = outcomes(members)
+        low, high = wilson(hits, measured)
+        realised = [r["prompt_tokens"] for r in members if r.get("prompt_tokens")]
+        entry = {"target_tokens": key[0], **dict(zip(more, key[1:], strict=True))}
+        entry |= {"prompt_tokens": round(sum(realised) / len(realised)) if realised else None}
+        entry |= {"hits": hits, "measured": measured, "low": low, "high": high, "not_measured": len(members) - measured}
+        out.append(entry)
+    columns = ["target_tokens", *more, "prompt_tokens", "hits", "measured", "low", "high", "not_measured"]
+    return pd.DataFrame(out, columns=columns)
+
+
+def describe(rows: list[Row]) -> tuple[str, str]:
+    """(sentence, verdict) of a grid: all found; or where it is found, where it is lost, and by which kind of answer."""
+    hits, measured = outcomes(rows)
+    if not measured:
+        return "Nothing was measured.", "not proven"
+    if hits == measured:
+        return f"Recall holds at every length and depth tried: {share(rows)}.", "healthy"
+    by: dict[int, list[Row]] = {}
+    for row in rows:
+        by.setdefault(row["target_tokens"], []).append(row)
+    cells = {n: outcomes(r) for n, r in sorted(by.items())}
+    parts = []
+    whole = [n for n, (h, m) in cells.items() if m and h == m]
+    lost = [n for n, (h, m) in cells.items() if m and h == 0]
+    partly = [n for n, (h, m) in cells.items() if 0 < h < m]
+    for lengths, word in ((whole, "Recall holds"), (partly, "is partly lost"), (lost, "is lost")):
+        if lengths:
+            members = [r for n in lengths for r in by[n]]
+            parts.append(f"{word} at {_listed(lengths)} tokens ({share(members)})")
+    text = "; ".join(parts)
+    kinds: dict[str, int] = {}
+    for row in rows:
+        if row["outcome"] != "exact":
+            kinds[row["outcome"]] = kinds.get(row["outcome"], 0) + 1
+    text += ". Misses: " + ", ".join(
+        f"{n} {k.replace('_', ' ')}" for k, n in sorted(kinds.items(), key=lambda i: -i[1])
+    )
+    return (text if text.startswith("Recall") else f"Recall {text}") + ".", "finding"
+
+
+def _listed(lengths: list[int]) -> str:
+    if len(lengths) <= 3:
+        return ", ".join(f"{n:,}" for n in lengths)
+    return f"{lengths[0]:,} … {lengths[-1]:,} ({len(lengths)} lengths)"
+
+
+def _shuffled(asks: list[Ask], seed: int) -> list[Ask]:
+    from random import Random
+
+    order = list(asks)
+    Random(f"order/{seed}").shuffle(order)
+    return order

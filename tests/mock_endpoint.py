@@ -1,0 +1,235 @@
+"""A small real HTTP server for tests: it recalls from the prompt by a regular expression, in several dialects, and can
+be given defects. It is no model: what it gets right or wrong is decided by `Defects`, so instruments can be judged."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+TOKEN = re.compile(r" ?[^\W\d_]+| ?\d|[^\w\s]|\s|_")
+ASKED = re.compile(r"What is the secret code for (.*?)\?")
+PAGE = 16
+HEAD, TAIL = 3, 4  # tokens of the chat template before and after each message
+
+
+@dataclass
+class Defects:
+    """`lose(length, needle_token, cached, ordinal) -> bool` decides whether the fact is not found."""
+
+    lose: Callable[[int, int, int, int], bool] = lambda length, place, cached, ordinal: False
+    answer_instead: Callable[[str, str], str] | None = None  # (question, right answer) -> answer
+    truncate_to: int | None = None  # cuts the prompt in silence, from the start
+    finish_on_abort: str = "abort"
+    leak: bool = False  # now and then answers with the previous request's value
+    delay_s: float = 0.0
+    fail: Callable[[int], tuple[int, str] | None] = lambda ordinal: None  # (status, body) instead of an answer
+    thinks: bool = False
+    replicas: int = 1
+
+
+@dataclass
+class Mock:
+    dialect: str = "sglang"  # sglang, vllm, llama.cpp, trtllm, openai, text
+    defects: Defects = field(default_factory=Defects)
+    window: int = 131072
+    base_url: str = ""
+    requests: list[dict] = field(default_factory=list)
+    cache: set[tuple] = field(default_factory=set)
+    running: int = 0
+    aborted: int = 0
+    last_value: str = ""
+    key: str | None = None
+
+    @property
+    def chats(self) -> list[dict]:
+        """Generation requests that were made for a trial (their prompt asks for a secret code)."""
+        return [r for r in self.requests if "secret code" in json.dumps(r)]
+
+
+def tokens_of(text: str) -> list[str]:
+    return TOKEN.findall(text)
+
+
+def render(messages: list[dict]) -> list[str]:
+    out: list[str] = []
+    for m in messages:
+        out += ["<|role|>", m["role"], "\n", *tokens_of(m["content"]), "<|end|>"]
+    return [*out, "<|role|>", "assistant", "\n"]
+
+
+def answer_for(mock: Mock, tokens: list[str], cached: int, ordinal: int) -> str:
+    text = "".join(tokens)
+    asked = ASKED.findall(text)
+    if not asked:
+        return "Hello."
+    key = asked[-1]
+    found = list(re.finditer(rf"The secret code for {re.escape(key)} is (.+?)\.(?=\s|$)", text))
+    if not found:
+        return "I have no prior context about that."
+    value = found[-1].group(1)
+    place = len(tokens_of(text[: found[-1].start()]))
+    previous, mock.last_value = mock.last_value, value
+    if mock.defects.leak and ordinal % 4 == 3 and previous:
+        return previous
+    if mock.defects.lose(len(tokens), place, cached, ordinal):
+        return "I have no prior context about that."
+    if mock.defects.answer_instead:
+        return mock.defects.answer_instead(key, value)
+    return value
+
+
+def make_app(mock: Mock) -> Starlette:
+    d = mock.dialect
+
+    async def chat(request: Request) -> Response:
+        body = await request.json()
+        if mock.key and request.headers.get("authorization") != f"Bearer {mock.key}":
+            return JSONResponse({"error": {"message": "invalid api key"}}, 401)
+        known = {"model", "messages", "max_tokens", "temperature", "stream", "stream_options", "logprobs", "seed"}
+        if d == "trtllm" and set(body) - known:
+            return JSONResponse({"error": {"message": "extra fields not permitted"}}, 400)
+        mock.requests.append(body)
+        ordinal = len(mock.chats) - 1
+        if fault := mock.defects.fail(ordinal):
+            return Response(fault[1], fault[0], media_type="text/html" if "<" in fault[1] else "application/json")
+        tokens = render(body["messages"])
+        if len(tokens) + body["max_tokens"] > mock.window:
+            return JSONResponse({"error": {"message": "prompt too long"}}, 400)
+        if mock.defects.truncate_to:
+            tokens = tokens[-mock.defects.truncate_to :]
+        salt = body.get("cache_salt", "") if d in ("sglang", "vllm") else ""
+        cached = 0
+        for page in range(len(tokens) // PAGE):
+            if (salt, *tokens[: (page + 1) * PAGE][-64:], page) not in mock.cache:
+                break
+            cached = (page + 1) * PAGE
+        for page in range(len(tokens) // PAGE):
+            mock.cache.add((salt, *tokens[: (page + 1) * PAGE][-64:], page))
+        cached = min(cached, len(tokens) - 1)
+        mock.running += 1
+        try:
+            deadline = time.perf_counter() + mock.defects.delay_s
+            while time.perf_counter() < deadline:
+                if await request.is_disconnected():
+                    mock.aborted += 1
+                    return Response(status_code=499)
+                await asyncio.sleep(0.01)
+        finally:
+            mock.running -= 1
+        text = answer_for(mock, tokens, cached, ordinal)
+        switch = body.get("chat_template_kwargs", {})
+        thought = "Let me look. " if mock.defects.thinks and switch.get("enable_thinking", True) else ""
+        pieces = tokens_of(text)[: body["max_tokens"]]
+        finish = "stop" if len(tokens_of(text)) <= body["max_tokens"] else "length"
+        usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces), "total_tokens": 0}
+        if d in ("sglang", "vllm", "text"):
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        logprobs = None
+        if body.get("logprobs") and d != "openai":
+            logprobs = {"content": [{"token": p, "logprob": -0.01} for p in pieces]}
+        base = {"id": "x", "model": "mock", "system_fingerprint": f"fp{ordinal % mock.defects.replicas}"}
+        message = {"role": "assistant", "content": "".join(pieces)}
+        if thought:
+            message["reasoning_content"] = thought
+        if not body.get("stream"):
+            choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": logprobs}
+            return JSONResponse({**base, "choices": [choice], "usage": usage})
+
+        async def events() -> Iterator[bytes]:
+            if thought:
+                yield _event({**base, "choices": [{"delta": {"reasoning_content": thought}}]})
+            yield _event({**base, "choices": [{"delta": {"content": message["content"]}, "logprobs": logprobs}]})
+            yield _event({**base, "choices": [{"delta": {}, "finish_reason": finish}]})
+            yield _event({**base, "choices": [], "usage": usage})
+            yield b"data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    async def tokenize(request: Request) -> Response:
+        body = await request.json()
+        if d == "llama.cpp":
+            return JSONResponse({"tokens": list(range(len(tokens_of(body.get("content", "")))))})
+        if "messages" in body and d in ("sglang", "vllm"):
+            count = len(render(body["messages"]))
+        elif "prompt" in body:
+            count = len(tokens_of(body["prompt"]))
+        else:
+            return JSONResponse({"error": "bad request"}, 400)
+        return JSONResponse({"count": count, "tokens": list(range(min(count, 8))), "max_model_len": mock.window})
+
+    async def models(request: Request) -> Response:
+        card = {"id": "mock", "object": "model"}
+        if d in ("sglang", "vllm"):
+            card["max_model_len"] = mock.window
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def metrics(request: Request) -> Response:
+        prefix = {"sglang": "sglang:", "vllm": "vllm:"}[d]
+        names = {
+            "sglang:": ("num_running_reqs", "num_aborted_requests_total"),
+            "vllm:": ("num_requests_running", 'request_success_total{finished_reason="abort"}'),
+        }[prefix]
+        lines = [f"{prefix}{names[0]} {float(mock.running)}", f"{prefix}{names[1]} {float(mock.aborted)}"]
+        return PlainTextResponse("\n".join(lines) + "\n")
+
+    routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
+    if d in ("sglang", "vllm", "llama.cpp", "text"):
+        routes.append(Route("/tokenize", tokenize, methods=["POST"]))
+    if d in ("sglang", "vllm"):
+        routes.append(Route("/metrics", metrics))
+    if d == "sglang":
+        routes.append(Route("/model_info", lambda r: JSONResponse({"model_path": "mock"})))
+        routes.append(
+            Route("/flush_cache", lambda r: (mock.cache.clear(), PlainTextResponse("flushed"))[1], methods=["POST"])
+        )
+    if d == "llama.cpp":
+        routes.append(Route("/props", lambda r: JSONResponse({"default_generation_settings": {"n_ctx": mock.window}})))
+    return Starlette(routes=routes)
+
+
+def _event(body: dict) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+@contextlib.contextmanager
+def serving(app: object) -> Iterator[str]:
+    """Serve an ASGI app on a free local port in a thread; yields its URL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="error", lifespan="off", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    for _ in range(500):
+        if server.started:
+            break
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(5)
+
+
+@contextlib.contextmanager
+def mock_endpoint(dialect: str = "sglang", **defects: object) -> Iterator[Mock]:
+    mock = Mock(dialect=dialect, defects=Defects(**defects))
+    with serving(make_app(mock)) as url:
+        mock.base_url = url
+        yield mock
