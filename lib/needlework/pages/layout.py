@@ -193,6 +193,8 @@ class Layout:
         live = flat >= 0
         if not bool(live.all()):
             flat, rows = flat[live], rows[live]
+        if not flat.numel():
+            return
         page, offset = self._locate(pool, flat, page_tokens)
         stored = self.quantise(rows, writer)
         for item in self.fields:

@@ -1,0 +1,167 @@
+"""Index keys and logits in Triton: twins of `reference.store_index_keys` and `reference.indexer_logits`.
+
+A page of P index keys is P * 128 bytes of e4m3 codes, then P float32 scales (sglang 0.5.23
+kernels/ops/kvcache/dsa_index_k_cache.py). Page offsets are computed in 64 bits: a pool may pass 2^31 bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from needlework.kernels.triton_runtime import INTERPRETED, check_device, check_pool, multiprocessors
+
+import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
+import triton.language as tl  # isort: skip
+
+DIM = 128
+
+
+@triton.jit
+def _e4m3_code(x):
+    """Bits of the e4m3fn code nearest to float32 x, |x| <= 448, ties to even: the same integers on every backend."""
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    # normal: keep 3 of 23 mantissa bits, exponent bias 127 -> 7
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # below 2^-6 codes are multiples of 2^-9; adding 2^23 rounds the quotient to an integer
+    steps = (size.to(tl.float32, bitcast=True) * 512.0 + 8388608.0).to(tl.int32, bitcast=True) - 0x4B000000
+    code = tl.where(size < 0x3C800000, steps, normal)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _store_kernel(pool, slots, keys, count, page_stride, key_stride, PAGE: tl.constexpr, DIM: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, DIM)
+    slot = tl.load(slots + row, mask=row < count, other=-1).to(tl.int64)
+    live = slot >= 0
+    key = tl.load(keys + row.to(tl.int64)[:, None] * key_stride + dim[None, :], mask=live[:, None], other=0.0)
+    key = key.to(tl.float32)
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(key), axis=1), 1e-4), tl.full((BLOCK,), 448.0, tl.float32))
+    scaled = key * tl.div_rn(tl.full((BLOCK,), 1.0, tl.float32), scale)[:, None]
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    page = pool + tl.where(live, slot, 0) // PAGE * page_stride
+    offset = tl.where(live, slot, 0) % PAGE
+    tl.store(page[:, None] + offset[:, None] * DIM + dim[None, :], _e4m3_code(scaled), mask=live[:, None])
+    tl.store((page + PAGE * DIM + offset * 4).to(tl.pointer_type(tl.float32)), scale, mask=live)
+
+
+def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int = 64) -> None:
+    """Quantise keys [N, 128] (float32 or bfloat16) and write codes and scales at slots [N] of `pool`, in place.
+
+    pool uint8 [pages, page bytes]; slot = page * page_tokens + offset, -1 is skipped; scale = max(amax, 1e-4) / 448.
+    The bytes equal those of `reference.store_index_keys`. Raises ValueError for shapes or devices that do not fit.
+    """
+    if keys.ndim != 2 or keys.shape[1] != DIM or slots.shape != keys.shape[:1]:
+        raise ValueError(f"keys [N, {DIM}] need slots [N], got {tuple(keys.shape)} and {tuple(slots.shape)}")
+    check_device(pool, slots, keys)
+    check_pool(pool, page_tokens * (DIM + 4), 4)
+    keys = keys if keys.stride(1) == 1 else keys.contiguous()
+    block = 256 if INTERPRETED else 16
+    if len(keys):
+        _store_kernel[(triton.cdiv(len(keys), block),)](
+            pool, slots.contiguous(), keys, len(keys), pool.stride(0), keys.stride(0),
+            PAGE=page_tokens, DIM=DIM, BLOCK=block,
+        )  # fmt: skip
+
+
+@triton.jit
+def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, width, page_stride, table_stride,
+                   HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+                   BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One program scores STEPS blocks of BLOCK keys for one query row. ROWS = HEADS padded to a size the matrix unit
+    takes. The loop ends at the row's length; the rest of the program's columns become -inf."""
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * STEPS * BLOCK
+    last = tl.minimum(first + STEPS * BLOCK, width)
+    length = tl.load(lengths + row)
+    ids = table + (row // rows_per_request) * table_stride
+    out_row = out + row * width
+    block = tl.arange(0, BLOCK)
+    dim = tl.arange(0, DIM)
+    head = tl.arange(0, ROWS)
+    stop = tl.maximum(tl.minimum(last, length), first)
+    if stop > first:
+        query = tl.load(q + row * HEADS * DIM + head[None, :] * DIM + dim[:, None], mask=head[None, :] < HEADS, other=0)
+        if query.dtype == tl.uint8:
+            query = query.to(tl.float8e4nv, bitcast=True)
+        weight = tl.load(weights + row * HEADS + head, mask=head < HEADS, other=0.0)
+        for start in tl.range(first, stop, BLOCK, num_stages=STAGES):
+            column = start + block
+            live = column < length
+            page = tl.load(ids + column // PAGE, mask=live, other=-1)
+            live = page >= 0
+            base = tl.where(live, page, 0).to(tl.int64) * page_stride
+            offset = column % PAGE
+            code = tl.load(pool + (base + offset * DIM)[:, None] + dim[None, :], mask=live[:, None], other=0)
+            scales = (pool + PAGE * DIM).to(tl.pointer_type(tl.float32))
+            scale = tl.load(scales + base // 4 + offset, mask=live, other=0.0)
+            key = code.to(tl.float8e4nv, bitcast=True)
+            if query.dtype != tl.float8e4nv:
+                key = key.to(query.dtype)
+            dots = tl.maximum(tl.dot(key, query, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
+            logit = tl.sum(dots * weight[None, :], axis=1) * scale
+            tl.store(out_row + column, tl.where(live, logit, float("-inf")), mask=column < width)
+    for start in tl.range(first + tl.cdiv(stop - first, BLOCK) * BLOCK, last, BLOCK):
+        tl.store(out_row + start + block, tl.full((BLOCK,), float("-inf"), tl.float32), mask=start + block < width)
+
+
+def indexer_logits(
+    q: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    *,
+    page_tokens: int = 64,
+    layout: str = "dsa-index-fp8",
+    dtype: torch.dtype = torch.float32,
+    config: dict[str, int] | None = None,
+) -> Tensor:
+    """Score every index key of each request: s_k * sum_h w_h * max(0, q_h . k).
+
+    q [B, H, 128] (or [B, N, H, 128]) float8_e4m3fn, its bits as uint8, bfloat16 or float32; weights [B, H] float32;
+    pool uint8 [pages, page bytes]; page_table int32 [B, max_pages], -1 = hole; lengths int32 [B] (or [B, N]).
+    -> float32 [B, max_pages * page_tokens] (or [B, N, ...]), -inf at and past the length and in holes. The launch
+    depends on shapes alone, so a CUDA graph replays with changed lengths. `config` overrides the tuned block sizes.
+    Raises ValueError for other layouts, output types, shapes or devices.
+    """
+    if layout != "dsa-index-fp8" or dtype != torch.float32:
+        raise ValueError(f"this kernel reads dsa-index-fp8 pages and writes float32, not {layout} and {dtype}")
+    batch, heads, dim = q.shape[0], q.shape[-2], q.shape[-1]
+    shape = q.shape[:-2]
+    if dim != DIM or weights.shape != q.shape[:-1] or lengths.shape != shape or page_table.shape[0] != batch:
+        raise ValueError(
+            f"q [B, H, {DIM}] or [B, N, H, {DIM}] needs weights {tuple(q.shape[:-1])} and lengths {tuple(shape)}, "
+            f"got q {tuple(q.shape)}, weights {tuple(weights.shape)}, lengths {tuple(lengths.shape)}, page table "
+            f"{tuple(page_table.shape)}"
+        )
+    check_device(q, weights, pool, page_table, lengths)
+    check_pool(pool, page_tokens * (DIM + 4), 4)
+    if q.dtype == torch.float8_e4m3fn:
+        q = q.view(torch.uint8)
+    elif INTERPRETED and q.dtype == torch.bfloat16:
+        q = q.to(torch.float32)  # the interpreter's bf16 product is wrong
+    width = page_table.shape[1] * page_tokens
+    out = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
+    rows = out.numel() // width if width else 0
+    if not rows:
+        return out
+    chosen = config or logits_config(rows, width, multiprocessors(q.device))
+    table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
+    _logits_kernel[(triton.cdiv(width, chosen["BLOCK"] * chosen["STEPS"]), rows)](
+        q.contiguous(), weights.contiguous(), pool, table, lengths.contiguous(), out, rows // batch, width,
+        pool.stride(0), table.stride(0),
+        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), DIM=DIM, PAGE=page_tokens, **chosen,
+    )  # fmt: skip
+    return out
+
+
+def logits_config(rows: int, width: int, processors: int) -> dict[str, int]:
+    """Block sizes for a launch of `rows` x `width`."""
+    if INTERPRETED:
+        return {"BLOCK": 256, "STEPS": 64, "STAGES": 1}
+    steps = max(1, min(8, rows * width // (128 * processors * 8)))
+    return {"BLOCK": 128, "STEPS": steps, "STAGES": 3, "num_warps": 4}
