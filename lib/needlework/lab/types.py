@@ -12,6 +12,8 @@ The engine (`lab.engine.Engine`) is a plain object without threads or sockets. T
     engine.pools() -> dict[str, Buffer]; engine.pool(name) -> uint8 tensor [pages, item_bytes] (the live memory)
     engine.read_pages(name, ids) -> bytes; engine.write_pages(name, ids, data) -> None
     engine.digest(name, ids) -> int     # Adler-32 over the pages in the order given; 1 for no page
+    engine.pages_of(rid) -> dict        # group -> (first logical page, physical ids in logical order) of a request that
+                                        # holds its pages: what a dump or a digest of a prompt reads
 
 Prefill role: a request with `bootstrap` set runs its forward passes and nothing else. `engine.on_chunk(chunk)` is called
 inside `step()` each time a chunk's bytes are final, once with `last=True`, also when that chunk has no page. The callee
