@@ -15,6 +15,7 @@ VERBS = {
     "check": ("needlework.kernels.cli", "check a kernel against its reference"),
     "collect": ("needlework.evidence.cli", "collect configuration, logs and sources, read-only"),
     "redact": ("needlework.evidence.cli", "redact a file, or check that it holds no secret"),
+    "bundle": ("needlework.evidence.cli", "check, seal, pack or unpack an incident bundle"),
     "calibrate": ("needlework.calibrate.cli", "measure every instrument against every planted fault"),
 }
 SHARED = {"needlework.workbook.cli", "needlework.evidence.cli"}  # these serve two verbs and are told which one

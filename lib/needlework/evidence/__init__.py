@@ -1,0 +1,26 @@
+"""What was deployed and what it logged: collect (read-only), redact, scan, and keep it as one bundle."""
+
+from needlework.evidence.bundle import Bundle, unzip
+from needlework.evidence.collect import Collection, collect
+from needlework.evidence.effective import compare_roles, effective
+from needlework.evidence.plan import Plan, load_plan
+from needlework.evidence.redaction import Redactor, redact
+from needlework.evidence.scan import absences, compare_source, join_trials, read_log, scan
+
+__all__ = [
+    "Bundle",
+    "Collection",
+    "Plan",
+    "Redactor",
+    "absences",
+    "collect",
+    "compare_roles",
+    "compare_source",
+    "effective",
+    "join_trials",
+    "load_plan",
+    "read_log",
+    "redact",
+    "scan",
+    "unzip",
+]

@@ -1,0 +1,215 @@
+"""The incident bundle: one folder, one zip, checked before it is believed, replayable without a cluster."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from needlework.evidence import redaction
+
+PARTS = ("incident.toml", "evidence", "runs", "pages", "ledger.json", "digests.json", "README.md")
+MAX_FILES = 5_000
+MAX_TOTAL_BYTES = 512 << 20
+MAX_RATIO = 200  # a real journal or page dump compresses far less
+TEXT_SUFFIXES = {"", ".json", ".jsonl", ".toml", ".md", ".txt", ".csv", ".py", ".sh", ".service", ".conf", ".log"}
+REQUIRED = {"title": str, "symptom": str, "date": str, "engine": str}
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An incident's folder. Open it with `Bundle(path)`; `problems()` says whether it can be trusted as it is."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))
+        if not self.root.is_dir():
+            raise ValueError(f"no incident bundle at {self.root}: the folder does not exist")
+
+    @property
+    def incident(self) -> dict[str, object]:
+        """The `[incident]` table of incident.toml: title, symptom, date, engine, …"""
+        try:
+            return tomllib.loads((self.root / "incident.toml").read_text(encoding="utf-8")).get("incident", {})
+        except FileNotFoundError:
+            raise ValueError(f"{self.root.name}: incident.toml is missing") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.root.name}: incident.toml is not valid TOML: {error}") from None
+
+    @property
+    def runs(self) -> list[Path]:
+        """The recorded runs, by name."""
+        return sorted(path.parent for path in self.root.glob("runs/*/trials.jsonl"))
+
+    def files(self) -> list[Path]:
+        """Every file of the bundle but the digests, sorted by relative path."""
+        found = [path for path in self.root.rglob("*") if path.is_file() and not path.is_symlink()]
+        return sorted((p for p in found if p.name != "digests.json"), key=lambda p: p.relative_to(self.root).as_posix())
+
+    def digests(self) -> dict[str, str]:
+        return {p.relative_to(self.root).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.files()}
+
+    def seal(self) -> None:
+        """Write digests.json over all other files, so that a later change shows. Call it last."""
+        text = json.dumps({"schema": 1, "sha256": self.digests()}, indent=1) + "\n"
+        temporary = self.root / "digests.json.part"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.root / "digests.json")
+
+    def problems(self) -> list[str]:
+        """Everything that is wrong, one sentence each; an empty list means schema, digests and secrecy hold."""
+        found = [f"{p.name}: not a part of a bundle" for p in self.root.iterdir() if p.name not in PARTS]
+        found += [
+            f"{p.relative_to(self.root)}: symbolic links are not allowed"
+            for p in self.root.rglob("*")
+            if p.is_symlink()
+        ]
+        try:
+            incident = self.incident
+            found += [
+                f"incident.toml: [incident] lacks {key}"
+                for key, kind in REQUIRED.items()
+                if not isinstance(incident.get(key), kind)
+            ]
+        except ValueError as error:
+            found.append(str(error))
+        found += self._json_problems() + self._digest_problems()
+        for path in self.files():
+            if path.suffix in TEXT_SUFFIXES:
+                leaks = redaction.check(path.read_text(encoding="utf-8", errors="replace"))
+                found += [
+                    f"{path.relative_to(self.root)}:{leak.line}: holds a {leak.kind}; redact it" for leak in leaks[:5]
+                ]
+        return found
+
+    def _json_problems(self) -> list[str]:
+        found = []
+        for path in self.files():
+            name = path.relative_to(self.root)
+            if path.suffix not in (".json", ".jsonl"):
+                continue
+            lines = path.read_text(encoding="utf-8", errors="replace")
+            for number, line in enumerate(lines.splitlines() if path.suffix == ".jsonl" else [lines], 1):
+                try:
+                    json.loads(line)
+                except (json.JSONDecodeError, RecursionError):
+                    found.append(f"{name}: line {number} is not valid JSON")
+                    break
+        for run in self.root.glob("runs/*"):
+            found += [
+                f"runs/{run.name}: {need} is missing"
+                for need in ("manifest.json", "trials.jsonl")
+                if not (run / need).is_file()
+            ]
+        for dump in self.root.glob("pages/**/*.bin"):
+            if not dump.with_suffix(".json").is_file():
+                found.append(f"{dump.relative_to(self.root)}: its description (.json) is missing")
+        return found
+
+    def _digest_problems(self) -> list[str]:
+        try:
+            sealed = json.loads((self.root / "digests.json").read_text(encoding="utf-8"))["sha256"]
+        except FileNotFoundError:
+            return ["digests.json is missing: the bundle was not sealed"]
+        except (json.JSONDecodeError, KeyError, TypeError):
+            return ["digests.json is damaged"]
+        now = self.digests()
+        changed = [
+            f"{name}: changed since the bundle was sealed"
+            for name in now
+            if name in sealed and now[name] != sealed[name]
+        ]
+        added = [f"{name}: not among the sealed files" for name in now if name not in sealed]
+        return changed + added + [f"{name}: sealed, but missing" for name in sealed if name not in now]
+
+    def zip(self, target: str | Path) -> Path:
+        """Write one zip, the same bytes for the same content. Refuses when `problems()` finds any."""
+        problems = self.problems()
+        if problems:
+            raise ValueError(
+                f"the bundle is not fit to share: {problems[0]}"
+                + (f" (and {len(problems) - 1} more)" if problems[1:] else "")
+            )
+        target = Path(target)
+        with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in [*self.files(), self.root / "digests.json"]:
+                entry = zipfile.ZipInfo(
+                    f"{self.root.name}/{path.relative_to(self.root).as_posix()}", (1980, 1, 1, 0, 0, 0)
+                )
+                entry.external_attr = 0o644 << 16
+                archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+        return target
+
+
+def unzip(archive: str | Path, folder: str | Path) -> Bundle:
+    """Unpack a bundle somebody sent, into `folder/<name>`. Raises ValueError, and leaves nothing behind, when the zip
+    would write outside, holds links, is too large, or unpacks to far more than it weighs.
+    """
+    archive, folder = Path(archive), Path(folder)
+    try:
+        opened = zipfile.ZipFile(archive)
+    except (zipfile.BadZipFile, OSError):
+        raise ValueError(f"{archive.name} is not a readable zip file") from None
+    with opened as zipped:
+        entries = [entry for entry in zipped.infolist() if not entry.is_dir()]
+        name = _refuse_hostile(archive.name, entries)
+        if (folder / name).exists():
+            raise ValueError(f"{name} already exists in the target folder; nothing was overwritten")
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".unzip-", dir=folder))
+        try:
+            for entry in entries:
+                _extract(zipped, entry, scratch)
+            os.replace(scratch / name, folder / name)
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OSError) as error:
+            raise ValueError(f"{archive.name} could not be unpacked: {error}") from None
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return Bundle(folder / name)
+
+
+def _refuse_hostile(label: str, entries: list[zipfile.ZipInfo]) -> str:
+    tops, seen = set(), set()
+    for entry in entries:
+        path = PurePosixPath(entry.filename)
+        if (
+            path.is_absolute()
+            or ".." in path.parts
+            or "\\" in entry.filename
+            or ":" in entry.filename
+            or "\0" in entry.filename
+        ):
+            raise ValueError(f"{label} is refused: it holds a path that leads outside the folder")
+        if stat.S_ISLNK(entry.external_attr >> 16):
+            raise ValueError(f"{label} is refused: it holds a symbolic link")
+        if str(path) in seen:
+            raise ValueError(f"{label} is refused: it holds the same path twice")
+        seen.add(str(path))
+        tops.add(path.parts[0] if len(path.parts) > 1 else "")
+    total, packed = sum(e.file_size for e in entries), sum(e.compress_size for e in entries)
+    if len(entries) > MAX_FILES or total > MAX_TOTAL_BYTES or (total > 1 << 20 and total > MAX_RATIO * max(1, packed)):
+        size = f"{len(entries):,} files, {total:,} bytes from {packed:,}"
+        raise ValueError(f"{label} is refused: that is no incident bundle ({size})")
+    if len(tops) != 1 or not (name := tops.pop()) or name.startswith("."):
+        raise ValueError(f"{label} is refused: a bundle is one folder, named after its incident")
+    return name
+
+
+def _extract(zipped: zipfile.ZipFile, entry: zipfile.ZipInfo, scratch: Path) -> None:
+    target = scratch / entry.filename
+    target.parent.mkdir(parents=True, exist_ok=True)
+    left = entry.file_size  # never trust the header: stop at the promised size
+    with zipped.open(entry) as source, target.open("wb") as sink:
+        while chunk := source.read(min(1 << 20, left + 1)):
+            left -= len(chunk)
+            if left < 0:
+                raise zipfile.BadZipFile("an entry is larger than it says")
+            sink.write(chunk)

@@ -1,0 +1,236 @@
+"""How a command reaches a host. Three ways, one interface: run one command of a fixed list, get bytes or a reason.
+
+Nothing here can write: `COMMANDS` is the whole list, each is a reader, and every value that goes into one was checked
+by the plan and is quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from needlework.evidence.plan import Host
+
+MAX_OUTPUT_BYTES = 64 << 20
+MAX_FILE_BYTES = 4 << 20
+MAX_HTTP_BYTES = 16 << 20
+
+# name -> argv with {slots}. Readers only; `head -c` bounds what a file may give.
+COMMANDS: dict[str, tuple[str, ...]] = {
+    "unit-show": (
+        "systemctl", "show", "--no-pager",
+        "--property=Id,LoadState,ActiveState,SubState,UnitFileState,FragmentPath,DropInPaths,MainPID,User,Environment,"
+        "EnvironmentFiles,ExecStart,ActiveEnterTimestamp,NRestarts", "--", "{unit}",
+    ),
+    "unit-cat": ("systemctl", "cat", "--no-pager", "--", "{unit}"),
+    "journal": ("journalctl", "--no-pager", "-o", "json", "-n", "{lines}", "-u", "{unit}"),
+    "journal-since": ("journalctl", "--no-pager", "-o", "json", "-n", "{lines}", "--since", "{since}", "-u", "{unit}"),
+    "environ": ("head", "-c", str(1 << 20), "--", "/proc/{pid}/environ"),
+    "cmdline": ("head", "-c", str(1 << 20), "--", "/proc/{pid}/cmdline"),
+    "stat": ("stat", "-c", "%s %Y", "--", "{path}"),
+    "sha256": ("sha256sum", "--", "{path}"),
+    "file": ("head", "-c", str(MAX_FILE_BYTES), "--", "{path}"),
+    "kernel": ("uname", "-sr"),
+    "gpu": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
+    "packages": ("{python}", "-m", "pip", "freeze", "--disable-pip-version-check"),
+     "http": (
+        "curl", "-sS", "--fail", "--max-time", "10", "--max-redirs", "0", "--max-filesize", str(MAX_HTTP_BYTES), "--",
+        "{url}",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one command gave: bytes, or the reason why not. `missing` says that the thing asked for is not there."""
+
+    data: bytes = b""
+    error: str | None = None
+    missing: bool = False
+
+
+def argv_of(command: str, **slots: str) -> list[str]:
+    return [part.format(**slots) for part in COMMANDS[command]]
+
+
+class Shell:
+    """Runs the fixed commands here or, with a target, through the system's ssh and the user's own configuration."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.deadline = time.monotonic() + host.timeout_s
+
+    def run(self, command: str, **slots: str) -> Answer:
+        if command == "http" and self.host.via == "local":
+            return _get(slots["url"])
+        argv = argv_of(command, **slots)
+        if self.host.via == "ssh":
+            assert self.host.target is not None
+            argv = [
+                "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ClearAllForwardings=yes",
+                "-o", f"ConnectTimeout={max(1, int(min(10, self.host.timeout_s)))}", "-T", "--", self.host.target,
+                shlex.join(argv),
+            ]  # fmt: skip
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            return Answer(error=f"no time left (the host's {self.host.timeout_s:g} s are used up)")
+        try:
+            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False)
+        except FileNotFoundError:
+            return Answer(error=f"{argv[0]} is not installed", missing=True)
+        except subprocess.TimeoutExpired:
+            return Answer(error=f"no answer within the host's {self.host.timeout_s:g} s")
+        except OSError as error:
+            return Answer(error=f"could not run {argv[0]}: {error.strerror}")
+        return _judge(self.host.via, argv[0], done)
+
+
+def _get(url: str) -> Answer:
+    """GET one route of a service on this machine: no redirect, 10 s, bounded."""
+    data = b""
+    try:
+        with httpx.stream("GET", url, timeout=10, follow_redirects=False, trust_env=False) as response:
+            for chunk in response.iter_bytes(1 << 16):
+                data += chunk
+                if len(data) > MAX_HTTP_BYTES:
+                    return Answer(error=f"the answer is larger than {MAX_HTTP_BYTES >> 20} MiB")
+            if response.status_code != 200:
+                return Answer(error=f"HTTP status {response.status_code}", missing=response.status_code == 404)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return Answer(error=f"no answer ({type(error).__name__})")
+    return Answer(data)
+
+
+def _judge(via: str, program: str, done: subprocess.CompletedProcess[bytes]) -> Answer:
+    text = done.stderr.decode("utf-8", "replace").strip().splitlines()
+    said = text[-1][:300] if text else ""
+    if via == "ssh" and done.returncode == 255:
+        return Answer(error=f"ssh could not connect: {said or 'no reason given'}")
+    if len(done.stdout) > MAX_OUTPUT_BYTES:
+        return Answer(done.stdout[:MAX_OUTPUT_BYTES], error=f"cut at {MAX_OUTPUT_BYTES >> 20} MiB")
+    if done.returncode:
+        missing = (
+            bool(re.search(r"(?i)no such file|not be found|not found|no files found|command not found", said))
+            or done.returncode == 127
+        )
+        return Answer(done.stdout, error=said or f"{program} ended with status {done.returncode}", missing=missing)
+    return Answer(done.stdout)
+
+
+class Folder:
+    """The same questions answered from a saved tree: absolute paths below the folder, journals read by journalctl.
+
+    `<folder>/etc/systemd/system/UNIT` and `UNIT.d/*.conf`, `<folder>/var/log/journal/**/*.journal` (or `UNIT.jsonl`,
+    the output of `journalctl -o json`), `<folder>/proc/UNIT/environ`, `<folder>/http/ROLE/server_info`, any other file
+    under its own path.
+    """
+
+    UNIT_FOLDERS = ("etc/systemd/system", "run/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
+
+    def __init__(self, host: Host) -> None:
+        assert host.folder is not None
+        self.host, self.root = host, host.folder.resolve()
+        if not self.root.is_dir():
+            raise OSError(f"the saved folder of host {host.name} does not exist")
+
+    def _inside(self, path: str) -> Path | None:
+        """The file under the root, or None when it is missing or a link leads outside."""
+        real = (self.root / path.lstrip("/")).resolve()
+        return real if real.is_file() and real.is_relative_to(self.root) else None
+
+    def run(self, command: str, **slots: str) -> Answer:
+        handler = getattr(self, "_" + command.replace("-", "_"), None)
+        return handler(**slots) if handler else Answer(error="not in a saved folder", missing=True)
+
+    def _read(self, path: str) -> Answer:
+        real = self._inside(path)
+        if real is None:
+            return Answer(error="No such file or directory", missing=True)
+        with real.open("rb") as handle:
+            return Answer(handle.read(MAX_FILE_BYTES))
+
+    def _unit_files(self, unit: str) -> list[str]:
+        for folder in self.UNIT_FOLDERS:
+            if self._inside(f"{folder}/{unit}"):
+                found = [f"{folder}/{unit}"]
+                break
+        else:
+            return []
+        drop_ins = {
+            p.name: p
+            for folder in reversed(self.UNIT_FOLDERS)
+            for p in sorted((self.root / folder / f"{unit}.d").glob("*.conf"))
+        }
+        return found + [str(drop_ins[name].relative_to(self.root)) for name in sorted(drop_ins)]
+
+    def _unit_cat(self, unit: str) -> Answer:
+        files = self._unit_files(unit)
+        if not files:
+            return Answer(error=f"No files found for {unit}.", missing=True)
+        return Answer(b"\n".join(f"# /{name}\n".encode() + self._read(name).data for name in files))
+
+    def _unit_show(self, unit: str) -> Answer:
+        saved = self._read(f"proc/{unit}/show")
+        return (
+            saved
+            if not saved.error
+            else Answer(error="the saved folder has no `systemctl show` of this unit", missing=True)
+        )
+
+    def _journal(self, unit: str, lines: str, since: str | None = None) -> Answer:
+        exported = self._inside(f"var/log/journal/{unit}.jsonl")
+        if exported:
+            rows = exported.read_bytes()[-MAX_OUTPUT_BYTES:].splitlines()[-int(lines) :]
+            return Answer(b"\n".join(rows) + b"\n")
+        journals = [
+            path
+            for path in sorted((self.root / "var/log/journal").rglob("*.journal"))
+            if path.resolve().is_relative_to(self.root)
+        ]
+        if not journals:
+            return Answer(error="the saved folder holds no journal", missing=True)
+        argv = argv_of("journal-since" if since else "journal", unit=unit, lines=lines, since=since or "")
+        argv[1:1] = [f"--file={path}" for path in journals]
+        try:
+            done = subprocess.run(
+                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.host.timeout_s, check=False
+            )
+        except FileNotFoundError:
+            return Answer(
+                error="journalctl is not installed; export the journal with `journalctl -o json` instead", missing=True
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(error=f"journalctl gave no answer within {self.host.timeout_s:g} s")
+        return _judge("folder", "journalctl", done)
+
+    _journal_since = _journal
+
+    def _environ(self, pid: str) -> Answer:
+        return self._read(f"proc/{pid}/environ")
+
+    def _cmdline(self, pid: str) -> Answer:
+        return self._read(f"proc/{pid}/cmdline")
+
+    def _file(self, path: str) -> Answer:
+        return self._read(path)
+
+    def _stat(self, path: str) -> Answer:
+        real = self._inside(path)
+        if real is None:
+            return Answer(error="No such file or directory", missing=True)
+        return Answer(f"{real.stat().st_size} {int(real.stat().st_mtime)}".encode())
+
+    def _packages(self, python: str) -> Answer:
+        return self._read("packages.txt")
+
+    def _gpu(self) -> Answer:
+        return self._read("gpu.csv")
+
+    def _http(self, url: str) -> Answer:
+        return self._read(url)

@@ -1,0 +1,130 @@
+"""The collection plan: which hosts, which roles, which files, which window of the log. A TOML file, read strictly."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROLES = ("prefill", "decode", "router", "combined")
+VIA = ("local", "ssh", "folder")
+MAX_LOG_LINES = 200_000
+# What may stand in a command: it is quoted as well, but a strange name is more likely a mistake than a wish.
+UNIT_NAME = re.compile(r"^[A-Za-z0-9:_.@\\-]{1,255}$")
+SSH_TARGET = re.compile(r"^(?![-])[A-Za-z0-9._@-]{1,255}$")
+
+
+@dataclass(frozen=True)
+class Role:
+    """One service on one host. `endpoint` is its base URL as seen from that host; `files` are absolute paths."""
+
+    role: str
+    unit: str | None = None
+    endpoint: str | None = None
+    files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Host:
+    """One machine: this one, one reached by the system's ssh, or a folder saved earlier (a tree of its files)."""
+
+    name: str
+    via: str
+    target: str | None = None
+    folder: Path | None = None
+    timeout_s: float = 60.0
+    roles: tuple[Role, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole collection. `log_lines` is per unit; `since` goes to journalctl as it is ("2 hours ago", a date)."""
+
+    name: str
+    hosts: tuple[Host, ...]
+    log_lines: int = 4000
+    since: str | None = None
+    release: dict[str, str] = field(default_factory=dict)  # file name -> path of the public release's copy
+
+
+def _take(table: dict, allowed: dict[str, type | tuple[type, ...]], where: str) -> dict:
+    for key, value in table.items():
+        if key not in allowed:
+            raise ValueError(f"{where}: unknown key {key[:40]!r}; known are {', '.join(sorted(allowed))}")
+        if not isinstance(value, allowed[key]) or isinstance(value, bool):
+            raise ValueError(f"{where}: {key} has the wrong type ({type(value).__name__})")
+    return table
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read `incident.toml`. Raises ValueError with one sentence that names the place of a mistake."""
+    path = Path(path)
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"no collection plan at {path}; write one (README, “Collect evidence”) or give its path"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path.name} is not valid TOML: {error}") from None
+    _take(raw, {"name": str, "hosts": list, "window": dict, "release": dict, "incident": dict}, path.name)
+    window = _take(raw.get("window", {}), {"lines": int, "since": str}, f"{path.name} [window]")
+    lines = window.get("lines", 4000)
+    if not 1 <= lines <= MAX_LOG_LINES:
+        raise ValueError(f"{path.name} [window]: lines must be 1 to {MAX_LOG_LINES:,}, not {lines:,}")
+    hosts = tuple(_host(entry, number, path) for number, entry in enumerate(raw.get("hosts", []), 1))
+    if not hosts:
+        raise ValueError(f"{path.name} names no [[hosts]]; at least one is needed")
+    names = [host.name for host in hosts]
+    if len(set(names)) != len(names):
+        raise ValueError(f"{path.name}: two hosts share a name; names must differ")
+    release = {str(k): str(v) for k, v in raw.get("release", {}).items()}
+    return Plan(str(raw.get("name", path.parent.name)), hosts, lines, window.get("since"), release)
+
+
+def _host(entry: dict, number: int, path: Path) -> Host:
+    where = f"{path.name} [[hosts]] {number}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: must be a table")
+    _take(
+        entry, {"name": str, "via": str, "target": str, "folder": str, "timeout_s": (int, float), "roles": list}, where
+    )
+    name, via = entry.get("name", f"host-{number}"), entry.get("via", "local")
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) or name.startswith("."):
+        raise ValueError(f"{where}: name may hold letters, digits, '.', '_' and '-' only")
+    if via not in VIA:
+        raise ValueError(f"{where}: via must be one of {', '.join(VIA)}, not {via[:40]!r}")
+    target, folder = entry.get("target"), entry.get("folder")
+    if via == "ssh" and not SSH_TARGET.match(target or ""):
+        raise ValueError(f"{where}: via = 'ssh' needs target, a host or alias of your ssh configuration")
+    if via == "folder" and not folder:
+        raise ValueError(f"{where}: via = 'folder' needs folder, a tree of files saved from that host")
+    timeout_s = float(entry.get("timeout_s", 60.0))
+    if not 0 < timeout_s <= 3600:
+        raise ValueError(f"{where}: timeout_s must be above 0 and at most 3600")
+    roles = tuple(_role(role, f"{where} role {n}") for n, role in enumerate(entry.get("roles", []), 1))
+    if not roles:
+        raise ValueError(f"{where}: names no roles; add [[hosts.roles]] with role = one of {', '.join(ROLES)}")
+    return Host(name, via, target, (path.parent / folder) if folder else None, timeout_s, roles)
+
+
+def _role(entry: dict, where: str) -> Role:
+    _take(entry, {"role": str, "unit": str, "endpoint": str, "files": list}, where)
+    role, unit, endpoint, files = (entry.get(key) for key in ("role", "unit", "endpoint", "files"))
+    if role not in ROLES:
+        raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
+    if unit is not None and not UNIT_NAME.match(unit):
+        raise ValueError(f"{where}: unit is not a systemd unit name")
+    if endpoint is not None and not re.match(r"^https?://[^\s'\"]+$", endpoint):
+        raise ValueError(f"{where}: endpoint must be an http:// or https:// URL")
+    for file in files or []:
+        if (
+            not isinstance(file, str)
+            or not file.startswith("/")
+            or "\0" in file
+            or "\n" in file
+            or ".." in file.split("/")
+        ):
+            raise ValueError(f"{where}: files must be absolute paths without '..'")
+    return Role(role, unit, endpoint.rstrip("/") if endpoint else None, tuple(files or ()))

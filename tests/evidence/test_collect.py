@@ -1,0 +1,206 @@
+"""One read-only call shows everything the incident's engineer looked for, also what is not there."""
+
+import pandas as pd
+import pytest
+from conftest import JOURNAL_REMOTE, MISSING, SOURCE
+from needlework.evidence import (
+    Collection,
+    absences,
+    collect,
+    compare_roles,
+    compare_source,
+    effective,
+    join_trials,
+    load_plan,
+    read_log,
+    scan,
+)
+from needlework.evidence.hosts import COMMANDS
+from needlework.evidence.redaction import check
+
+PLAN = f"""
+name = "seeds"
+[window]
+lines = 4000
+[[hosts]]
+name = "node-a"
+via = "folder"
+folder = "IMAGE"
+[[hosts.roles]]
+role = "prefill"
+unit = "sglang-dsv4-prefill.service"
+[[hosts.roles]]
+role = "decode"
+unit = "sglang-dsv4-decode.service"
+files = ["{SOURCE}", "{MISSING}"]
+[[hosts.roles]]
+role = "router"
+unit = "sglang-dsv4-router.service"
+[[hosts.roles]]
+role = "combined"
+unit = "sglang-dsv4.service"
+"""
+
+
+@pytest.fixture(scope="session")
+def collection(image, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "incident.toml"
+    path.write_text(PLAN.replace("IMAGE", str(image)))
+    return collect(load_plan(path))
+
+
+def test_every_row_of_the_forensic_step_is_there(collection):
+    missing = absences(collection)
+    said = {(row.role, row.item.partition(":")[0]): row.finding for row in missing.itertuples()}
+    assert "does not exist" in said["decode", "stat"] and missing["item"].str.contains("indexer.py").any()
+    assert "inactive" in said["combined", "unit-show"]
+    assert "belongs to another service" in " ".join(missing[missing["role"] == "prefill"]["finding"])
+    assert "no Environment= of the unit" in " ".join(missing[missing["role"] == "prefill"]["finding"])
+    assert not (
+        (missing["role"] == "decode") & missing["finding"].str.contains("no Environment=")
+    ).any()  # its drop-in has one
+    items = {(item["role"], item["item"].partition(":")[0], item["state"]) for item in collection.items}
+    assert (
+        ("decode", "file", "ok") in items
+        and ("decode", "sha256", "ok") in items
+        and ("decode", "stat", "missing") in items
+    )
+
+
+def test_the_log_window_is_4000_lines_and_categories_are_whole_words(collection):
+    log = read_log(collection, "node-a", "decode")
+    assert len(log) == 4000 and log["time"].is_monotonic_increasing
+    counts = scan(log).set_index("category")
+    assert counts.loc["abort", "count"] == 1 and counts.loc["abort", "requests"] == 1
+    assert (
+        counts.loc["inf", "count"] == 0 and counts.loc["nan", "count"] == 1
+    )  # "nan=0" is a nan; "info" and "nanoseconds" are not
+    assert counts.loc["corrupt", "count"] == 0 and counts["count"].sum() < 10
+
+
+@pytest.mark.skipif(
+    JOURNAL_REMOTE is None, reason="systemd-journal-remote is not installed, so no real journal can be written"
+)
+def test_the_journal_was_read_by_journalctl(image, collection):
+    assert list((image / "var/log/journal").glob("*.journal")) and not list((image / "var/log/journal").glob("*.jsonl"))
+
+
+def test_effective_values_name_their_source_and_what_they_override(collection):
+    table = effective(collection).set_index(["role", "setting"])
+    page = table.loc[("decode", "page_size")]
+    assert (page["value"], page["source"], page["overrides"]) == ("64", "server_info", "")
+    assert table.loc[("decode", "SGLANG_OPT_USE_TILELANG_INDEXER")]["source"] == "drop-in"
+    assert table.loc[("decode", "SGLANG_SM120_FLASHMLA_BACKEND")]["source"] == "process environment"
+    assert table.loc[("prefill", "chunked_prefill_size")]["source"] == "unit"
+
+
+def test_prefill_and_decode_differ_in_page_size_first(collection):
+    differing = compare_roles(effective(collection))
+    assert differing.iloc[0][["setting", "prefill", "decode", "weight"]].tolist() == [
+        "page_size",
+        "256",
+        "64",
+        "decisive",
+    ]
+    by_role = differing[differing["weight"] == "by role"]["setting"].tolist()
+    assert "disaggregation_mode" in by_role and differing["weight"].tolist().index("by role") > 0
+
+
+def test_equal_roles_give_no_difference(collection):
+    table = effective(collection)
+    decode = table[table["role"] == "decode"]
+    assert compare_roles(pd.concat([decode, decode.assign(role="prefill")])).empty
+
+
+def test_nothing_secret_is_kept_and_rows_still_join(collection, tmp_path):
+    folder = collection.write(tmp_path / "evidence")
+    text = "\n".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    for secret in ("10.1.230.171", "blackwell-07", "hf_abcdef", "sk-live-abcdef", "/root/sglang-dsv4"):
+        assert secret not in text
+    assert check(text) == []
+    address = collection.text("node-a", "router", "unit-cat").split("http://")[1].split(":")[0]
+    assert address.startswith("<address-") and address in collection.text("node-a", "decode", "journal")
+    again = Collection.read(folder)
+    assert again.texts == collection.texts and again.items == collection.items
+    with pytest.raises(ValueError, match="already holds a collection"):
+        collection.write(folder)
+
+
+def test_log_lines_join_trials_by_id_and_by_time(collection):
+    log = read_log(collection, "node-a", "decode")
+    time = log["time"].iloc[100]
+    trials = pd.DataFrame(
+        {
+            "trial_id": ["7f3e2c9a0b1d4e5f", "other"],
+            "time": [None, time.isoformat()],
+            "latency_s": [None, 0.5],
+            "outcome": ["refusal", "exact"],
+        }
+    )
+    joined = join_trials(log, trials, slack_s=0.1)
+    assert set(joined[joined["by"] == "id"]["trial_id"]) == {"7f3e2c9a0b1d4e5f"}
+    assert 1 <= len(joined[joined["by"] == "time"]) <= 4
+
+
+def test_deployed_source_against_the_release(collection):
+    deployed = next(
+        text for (_, _, item), text in collection.texts.items() if item.startswith("file:") and "flash_mla" in item
+    )
+    assert compare_source("flash_mla_sm120_triton.py", deployed, deployed).same
+    different = compare_source("flash_mla_sm120_triton.py", deployed, deployed.replace("2048", "512"))
+    assert (different.added, different.removed, different.same) == (
+        1,
+        1,
+        False,
+    ) and "+    return 2048" in different.diff
+
+
+def test_only_readers_are_ever_run():
+    programs = {argv[0] for argv in COMMANDS.values()}
+    assert programs <= {
+        "systemctl",
+        "journalctl",
+        "head",
+        "stat",
+        "sha256sum",
+        "uname",
+        "nvidia-smi",
+        "{python}",
+        "curl",
+    }
+    assert {argv[1] for argv in COMMANDS.values() if argv[0] == "systemctl"} == {"show", "cat"}
+    assert COMMANDS["packages"][1:4] == ("-m", "pip", "freeze")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[[hosts]", "not valid TOML"),
+        ("name = 'x'", "names no"),
+        ("[[hosts]]\nvia = 'telnet'", "via must be one of"),
+        ("[[hosts]]\nvia = 'ssh'\ntarget = '-oProxyCommand=x'\n[[hosts.roles]]\nrole='decode'", "needs target"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nunit = 'a; rm -rf /'", "not a systemd unit name"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nfiles = ['../../etc/shadow']", "absolute paths"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nendpoint = 'file:///etc/passwd'", "http"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'drummer'", "role must be one of"),
+        ("[window]\nlines = 10000000\n[[hosts]]", "lines must be"),
+        ("surprise = 1", "unknown key"),
+    ],
+)
+def test_a_bad_plan_is_one_sentence(tmp_path, text, sentence):
+    (tmp_path / "incident.toml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        load_plan(tmp_path / "incident.toml")
+
+
+def test_a_link_out_of_a_saved_folder_is_not_followed(tmp_path):
+    outside = tmp_path / "secret.txt"
+    outside.write_text("outside")
+    (tmp_path / "image/opt").mkdir(parents=True)
+    (tmp_path / "image/opt/kernel.py").symlink_to(outside)
+    (tmp_path / "incident.toml").write_text(
+        "[[hosts]]\nvia='folder'\nfolder='image'\n[[hosts.roles]]\nrole='decode'\nfiles=['/opt/kernel.py']"
+    )
+    result = collect(load_plan(tmp_path / "incident.toml"))
+    assert "outside" not in "".join(result.texts.values())
+    assert [item["state"] for item in result.items if item["item"].startswith("stat")] == ["missing"]

@@ -1,0 +1,167 @@
+"""Redaction: hundreds of planted secrets of many kinds are gone, rows still join, ordinary words stay."""
+
+import base64
+import random
+import string
+import subprocess
+import sys
+
+import pytest
+from needlework.evidence import Redactor, redact
+from needlework.evidence.redaction import check, clean
+
+LETTERS = string.ascii_letters + string.digits
+
+
+def word(rng, n, alphabet=LETTERS):
+    return "".join(rng.choice(alphabet) for _ in range(n))
+
+
+def hexa(rng, n):
+    return word(rng, n, "0123456789abcdef")
+
+
+# kind -> (make a secret, sentences it turns up in); {s} is the secret that must be gone afterwards
+KINDS = {
+    "openai": (lambda r: "sk-" + word(r, 40), ["key {s}", "OPENAI_API_KEY={s}", '{{"error": "Incorrect API key provided: {s}"}}']),
+    "openai-project": (lambda r: "sk-proj-" + word(r, 44), ["using {s}."]),
+    "anthropic": (lambda r: "sk-ant-api03-" + word(r, 40), ["x-api-key: {s}"]),
+    "github": (lambda r: "ghp_" + word(r, 36), ["git clone with {s}", "GITHUB_TOKEN={s}"]),
+    "github-fine": (lambda r: "github_pat_" + word(r, 50), ["token {s} was used"]),
+    "gitlab": (lambda r: "glpat-" + word(r, 20), ["PRIVATE-TOKEN: {s}"]),
+    "hugging-face": (lambda r: "hf_" + word(r, 34), ["HF_TOKEN={s}", "Environment=HUGGING_FACE_HUB_TOKEN={s}"]),
+    "nvidia": (lambda r: "nvapi-" + word(r, 50), ["NGC_API_KEY={s}", "login with {s} ok"]),
+    "slack": (lambda r: "xoxb-" + word(r, 12, string.digits) + "-" + word(r, 24), ["posting with {s}"]),
+    "slack-webhook": (lambda r: f"T{word(r, 8)}/B{word(r, 8)}/{word(r, 24)}", ["alert to https://hooks.slack.com/services/{s}"]),
+    "aws-id": (lambda r: "AKIA" + word(r, 16, string.ascii_uppercase + string.digits), ["aws id {s}"]),
+    "aws-secret": (lambda r: word(r, 40, LETTERS + "/+"), ["AWS_SECRET_ACCESS_KEY={s}", '"secretAccessKey": "{s}"']),
+    "google": (lambda r: "AIza" + word(r, 35), ["maps?key={s}", "found {s}"]),
+    "google-oauth": (lambda r: "ya29." + word(r, 40), ["refresh {s}"]),
+    "stripe": (lambda r: "sk_live_" + word(r, 24), ["charge {s}"]),
+    "sendgrid": (lambda r: f"SG.{word(r, 22)}.{word(r, 43)}", ["mail via {s}"]),
+    "npm": (lambda r: "npm_" + word(r, 36), ["//registry/:_authToken={s}", "{s}"]),
+    "jwt": (lambda r: f"eyJ{word(r, 20)}.eyJ{word(r, 30)}.{word(r, 40)}", ["session {s}", "Authorization: Bearer {s}"]),
+    "bearer": (lambda r: word(r, 24) + "9", ["Authorization: Bearer {s}", '"authorization": "Bearer {s}"', "-H 'Authorization: Bearer {s}'"]),
+    "basic": (lambda r: base64.b64encode(f"u:{word(r, 12)}".encode()).decode(), ["authorization: Basic {s}", "Proxy-Authorization: Basic {s}"]),
+    "cookie": (lambda r: word(r, 24), ["Cookie: session={s}; theme=dark", "set-cookie: sid={s}; Path=/; HttpOnly"]),
+    "url-credentials": (lambda r: f"svc{word(r, 4)}:{word(r, 12)}", ["pull from https://{s}@registry.example.com/v2", "redis://{s}@cache:6379/0"]),
+    "url-query": (lambda r: word(r, 20), ["GET /v1/x?api_key={s}&n=1", "https://blob.example.net/a?sv=2&sig={s}", "/cb?access_token={s}"]),
+    "flag": (lambda r: word(r, 16), ["launch --api-key {s} --port 30000", "--hf-token={s}", "--admin-api-key {s}", "mysql --password={s}"]),
+    "password": (lambda r: word(r, 10) + "!7", ["DB_PASSWORD={s}", "password: {s}", '{{"password": "{s}"}}', "password is {s}"]),
+    "named-key": (lambda r: hexa(r, 32), ["WANDB_API_KEY={s}", "client_secret={s}", '\\"api_key\\": \\"{s}\\"', "X-Api-Key: {s}"]),
+    "private-key": (
+        lambda r: "\n".join(word(r, 64, LETTERS + "/+") for _ in range(3)),
+        ["-----BEGIN OPENSSH PRIVATE KEY-----\n{s}\n-----END OPENSSH PRIVATE KEY-----", "-----BEGIN RSA PRIVATE KEY-----\n{s}"],
+    ),
+    "email": (lambda r: f"{word(r, 8).lower()}@{word(r, 6).lower()}.com", ["user {s} asked", "mailto:{s}"]),
+    "ipv4": (lambda r: f"10.{r.randint(0, 255)}.{r.randint(0, 255)}.{r.randint(1, 254)}", ['INFO: {s}:53422 - "POST /v1"', "http://{s}:8000/health", "peer {s}, ok"]),
+    "ipv6": (lambda r: "2001:db8:" + ":".join(hexa(r, 4) for _ in range(6)), ["listen [{s}]:8998", "from {s}"]),
+    "mac": (lambda r: ":".join(hexa(r, 2) for _ in range(6)), ["link {s} up"]),
+    "host": (lambda r: f"gpu{r.randint(10, 99)}-{word(r, 5).lower()}.corp.example.com", ["connect to {s}:30001", "https://{s}/x", "host {s} died"]),
+    "url-host": (lambda r: f"prefill-{word(r, 6).lower()}", ["POST http://{s}:30000/generate"]),
+    "aws-host": (lambda r: f"{r.randint(1, 99)}-{r.randint(100, 255)}-{r.randint(0, 255)}-7", ["node ip-{s} joined"]),
+    "login": (lambda r: f"{word(r, 7, string.ascii_lowercase)}@node-{word(r, 4).lower()}", ["ssh {s} uptime", "scp a {s}:/x"]),
+    "user": (lambda r: word(r, 9, string.ascii_lowercase), ["USER={s}", "LOGNAME={s}"]),
+    "home-path": (lambda r: f"/home/{word(r, 7, string.ascii_lowercase)}/{word(r, 8)}", ["model at {s}", "File \"{s}/run.py\", line 3"]),
+}  # fmt: skip
+
+ORDINARY = """
+Prefill batch, #new-seq: 1, #new-token: 2048, #cached-token: 0, token usage: 0.31, #running-req: 0, #queue-req: 0
+max_total_num_tokens=912384, chunked_prefill_size=8192, max_prefill_tokens=16384, context_len=1048576
+Decode batch, #running-req: 1, #token: 10240, token usage: 0.01, cuda graph: True, gen throughput (token/s): 58.12
+INFO 127.0.0.1:45122 - "POST /v1/chat/completions HTTP/1.1" 200 OK
+The tokenizer was loaded; bos_token: <s>, eos_token: </s>, pad_token_id: 0, vocab_size: 129280, num_tokens: 12
+Loading safetensors checkpoint shards: 100% Completed | 46/46 [01:23<00:00, 1.81s/it]
+ExecStart=/opt/venv/bin/python -m sglang.launch_server --model-path /models/dsv4 --page-size 256 --host 0.0.0.0 --port 30000
+nvidia-cublas-cu12==12.8.4.1 torch==2.11.0 driver 580.159.03 sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+Traceback (most recent call last): File "/opt/sglang/python/sglang/srt/managers/scheduler.py", line 1034, in event_loop
+key_cache.view(-1, 132) value: 448 scale_off: 8192 block_bytes // 4 = 2112 at 12:34:56.789 on 2026-11-29
+request abort: rid=7f3e2c9a0b1d4e5f aborted after 3 tokens; key projection, secret santa, password policy, access denied
+"""
+
+
+def planted():
+    rng = random.Random(7)
+    cases = []
+    for kind, (make, sentences) in KINDS.items():
+        for number in range(max(6, 2 * len(sentences))):
+            secret = make(rng)
+            cases.append((kind, secret, sentences[number % len(sentences)].format(s=secret)))
+    return cases
+
+
+def gone(secret, text):
+    return not any(part in text for part in secret.replace("/home/", "").splitlines() if len(part) > 3)
+
+
+def test_planted_secrets_are_gone():
+    cases = planted()
+    assert len(KINDS) >= 25 and len({secret for _, secret, _ in cases}) >= 200
+    left = [(kind, sentence) for kind, secret, sentence in cases if not gone(secret, redact(sentence))]
+    assert left == []
+
+
+def test_planted_secrets_inside_a_log_are_gone_and_a_second_pass_changes_nothing():
+    cases = planted()
+    once = redact(
+        "\n".join(f"Nov 29 12:00:00 engine[1]: {sentence}" for _, _, sentence in cases if "PRIVATE" not in sentence)
+    )
+    assert [kind for kind, secret, s in cases if "PRIVATE" not in s and not gone(secret, once)] == []
+    assert redact(once) == once
+    assert check(once) == []
+
+
+def test_the_checker_finds_every_planted_secret_and_keeps_no_value():
+    for kind, secret, sentence in planted():
+        leaks = check(f"first line\n{sentence}\n")
+        assert leaks and leaks[0].line == 2, kind
+        assert secret not in repr(leaks)
+
+
+def test_ordinary_engine_text_is_left_alone():
+    words, changed = ORDINARY.split(), redact(ORDINARY).split()
+    assert len(words) == len(changed)
+    assert [(a, b) for a, b in zip(words, changed, strict=True) if a != b] == []
+
+
+def test_same_value_same_placeholder_so_rows_join():
+    redactor = Redactor(hosts=["gpu-box"])
+    a = redactor.text("peer 10.1.2.3 on gpu-box")
+    b = redactor.text("10.1.2.3 failed; 10.1.2.4 did not; GPU-BOX rebooted")
+    assert a == "peer <address-1> on <host-1>"
+    assert b == "<address-1> failed; <address-2> did not; <host-1> rebooted"
+    assert redactor.report()["address"] == {"values": 2, "places": 3}
+
+
+def test_secrets_hidden_by_control_characters_are_found():
+    key = "sk-" + "a1B2" * 8
+    assert key[10:] not in redact(f"{key[:10]}\x1b[31m{key[10:]}\x1b[0m")
+    assert key[10:] not in redact(f"{key[:10]}\u200b{key[10:]}")
+
+
+def test_endless_line_is_bounded():
+    assert len(clean("x" * 5_000_000)) < 25_000
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 20_000, "://" * 5000, "=" * 20_000, "a." * 9000, "0:" * 9000, "/home/" * 3000, "token=" * 3000]
+)
+def test_no_pattern_hangs_on_a_hostile_line(text):
+    redact(text)  # the suite's time limit is the assertion: a quadratic pattern takes minutes here
+
+
+def test_command_line_checks_and_redacts(tmp_path):
+    def run(*args):
+        return subprocess.run(
+            [sys.executable, "-m", "needlework", "redact", *args], capture_output=True, text=True, timeout=60
+        )
+
+    file = tmp_path / "a.log"
+    file.write_text("peer 10.1.2.3\nfine\n")
+    found = run("--check", str(file))
+    assert found.returncode == 1 and ":1: address" in found.stdout and "10.1.2.3" not in found.stdout
+    done = run(str(file), "-o", str(tmp_path / "b.log"))
+    assert done.returncode == 0 and (tmp_path / "b.log").read_text() == "peer <address-1>\nfine\n"
+    assert run("--check", str(tmp_path / "b.log")).returncode == 0
+    again = run(str(file), "-o", str(tmp_path / "b.log"))
+    assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
