@@ -17,6 +17,13 @@ _HOMES = {
     "jeffreys": "intervals",
     "clustered": "intervals",
     "sentence": "intervals",
+    "Cliff": "cliff",
+    "CliffSearch": "cliff",
+    "EdgeWalk": "cliff",
+    "constants_in": "cliff",
+    "Comb": "comb",
+    "ResidueScan": "comb",
+    "comb_test": "comb",
 }
 __all__ = sorted(_HOMES)
 
