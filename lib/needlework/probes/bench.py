@@ -11,7 +11,7 @@ import asyncio
 import datetime
 import platform
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 Target = Endpoint | Recorded | str
 Row = dict[str, Any]
 Confirm = Callable[[Budget], bool]
+# Earlier turns of a conversation: sends them, returns the final messages and columns to add to the trial's row.
+Prepare = Callable[["Ask", Prompt, Endpoint], Awaitable[tuple[Messages, dict[str, Any]]]]
 MAX_CONSECUTIVE_FAILURES = 8
 
 
@@ -77,6 +79,7 @@ class Bench:
     confirm     called with the budget before the first request; False stops before anything is sent
     progress    a tqdm bar on stderr
     tolerance   tokens by which a prompt may miss its target length
+    builder     another bench that builds the prompts, so that two arms get the same bytes
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Bench:
         probe: str,
         arm: str = "",
         journal: Journal | None = None,
+        builder: Bench | None = None,
         limits: Limits | None = None,
         confirm: Confirm | None = None,
         progress: bool = False,
@@ -102,7 +106,7 @@ class Bench:
         else:
             self.journal = Journal(run)
         self.owns_journal = journal is None and recorded is None
-        self.probe, self.arm = probe, arm
+        self.probe, self.arm, self.builder = probe, arm, builder
         self.limits, self.confirm, self.progress = limits or Limits(), confirm, progress
         self.tolerance, self.thinking = tolerance, thinking
         self.budget: Budget | None = None
@@ -148,8 +152,12 @@ class Bench:
                 raise Stopped("not confirmed; nothing was sent")
         return self.budget
 
-    def ask(self, asks: Iterable[Ask], *, concurrency: int = 1) -> list[Row]:
-        """The rows of these trials in their order, from the journal or by sending; at most `concurrency` in flight."""
+    def ask(self, asks: Iterable[Ask], *, concurrency: int = 1, prepare: Prepare | None = None) -> list[Row]:
+        """The rows of these trials in their order, from the journal or by sending; at most `concurrency` in flight.
+
+        Raises Stopped when a limit is reached or the endpoint fails again and again, ValueError when a recorded run
+        does not hold a trial.
+        """
         asks = list(asks)
         for a in asks:
             self._values.update(dict.fromkeys((f.value for f in prompts.facts_of(a.prompt)[0] if f.value), a.trial_id))
@@ -162,7 +170,7 @@ class Bench:
                 "use the parameters it was recorded with, or a live endpoint"
             )
         if missing:
-            run_coroutine(self._send_all(missing, concurrency))
+            run_coroutine(self._send_all(missing, concurrency, prepare))
         for a in asks:
             self.used.setdefault(a.trial_id)
         return [self.journal.rows[a.trial_id] for a in asks]
@@ -230,7 +238,7 @@ class Bench:
             if row["outcome"] != "transport":
                 self.speed.add(row["prompt_tokens"] or size, row["latency_s"])
 
-    async def _send_all(self, asks: list[Ask], concurrency: int) -> None:
+    async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
         self._start_bar(len(asks))
         queue = iter(asks)
@@ -238,7 +246,7 @@ class Bench:
         async def worker() -> None:
             for a in queue:  # shared: every worker takes the next one
                 self._stop_if_over()
-                await self._one(a)
+                await self._one(a, prepare)
                 if self._bar is not None:
                     self._bar.update(1)
 
@@ -249,8 +257,8 @@ class Bench:
         except BaseExceptionGroup as group_error:  # one clear reason is worth more than the bundle
             raise group_error.exceptions[0] from None
 
-    async def _one(self, a: Ask) -> Row:
-        prompt = await self._build(a.prompt)
+    async def _one(self, a: Ask, prepare: Prepare | None = None) -> Row:
+        prompt = await (self.builder or self)._build(a.prompt)
         found = self.endpoint.capabilities if self.endpoint else None
         assert self.endpoint is not None and found is not None
         limit = found.max_model_len
@@ -259,12 +267,10 @@ class Bench:
                 f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
                 f"of {limit} tokens; ask for shorter prompts"
             )
-        return await self.send(a, prompt, prompt.messages, prompt.expected, prompt.facts)
+        return await self._send(a, prompt, prepare)
 
-    async def send(
-        self, a: Ask, prompt: Prompt, messages: Messages, expected: str | None, facts: Iterable[prompts.Fact]
-    ) -> Row:
-        """Send messages for an ask, grade, write the row, and return it."""
+    async def _send(self, a: Ask, prompt: Prompt, prepare: Prepare | None) -> Row:
+        """Send an ask, grade the answer, write the row, and return it."""
         assert self.endpoint is not None
         found = self.endpoint.capabilities
         row: Row = {
@@ -278,7 +284,7 @@ class Bench:
             "depth": prompt.spec.depth,
             "needle_token": prompt.needle_token,
             "question": prompt.question,
-            "expected": expected,
+            "expected": prompt.expected,
             "turn": a.turn,
             "concurrency": a.concurrency,
             "ordinal": a.ordinal if a.ordinal is not None else self.sent,
@@ -294,8 +300,14 @@ class Bench:
         }
         self.sent += 1
         self.sent_tokens += prompt.counted_tokens
-        fields = found.fields(thinking=self.thinking)
+        # the same text again and yet cold: only a salt in the request does that
+        salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
+        fields = found.fields(salt=salt, thinking=self.thinking)
+        messages = prompt.messages
         try:
+            if prepare is not None:
+                messages, more = await prepare(a, prompt, self.endpoint)
+                row |= more
             reply = await self.endpoint.chat(
                 messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs, fields=fields
             )
@@ -307,9 +319,9 @@ class Bench:
                 raise Stopped(f"{self._failures} requests in a row failed; the last: {error.reason}") from None
             return row
         self._failures = 0
-        facts = list(facts)
-        elsewhere = {v: t for v, t in self._values.items() if t != a.trial_id and v not in {f.value for f in facts}}
-        result = grade(reply, expected, facts, elsewhere)
+        own = {f.value for f in prompt.facts}
+        elsewhere = {v: t for v, t in self._values.items() if t != a.trial_id and v not in own}
+        result = grade(reply, prompt.expected, prompt.facts, elsewhere)
         if reply.prompt_tokens is not None:
             self._learn(prompt, reply.prompt_tokens)
         row |= {
@@ -330,7 +342,7 @@ class Bench:
             "accept_length": reply.accept_length,
             "worker": reply.worker,
             "fingerprint": reply.fingerprint,
-            "error": self._length_error(prompt, reply.prompt_tokens),
+            "error": self._length_error(prompt, reply.prompt_tokens) if prepare is None else None,
         }
         self.journal.append(row)
         return row

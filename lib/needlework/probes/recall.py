@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
 from .budget import Limits
@@ -40,8 +42,9 @@ def recall(
 ) -> Result:
     """Ask for one fact at every length, depth and repeat, each in fresh text; returns hits with Wilson intervals.
 
-    `.table` has one row a length: hits, measured, low, high (95 %), and the realised tokens. Cells of lengths and depths
-    are in `.details["cells"]`. Trials are sent in a seeded random order, so drift cannot pose as an effect of length.
+    `.table` has one row a length: hits, measured, low, high (95 %), and the realised tokens. Cells of lengths and
+    depths are in `.details["cells"]`. Trials are sent in a seeded random order, so drift cannot pose as an effect of
+    length.
     Raises ValueError for bad parameters, RuntimeError when the endpoint does not answer at all.
     """
     if not lengths or not depths or repeats < 1:
@@ -90,22 +93,20 @@ def depth_profile(
     run: str | Path | None = None,
     *,
     length: int = 4096,
-    depths: Sequence[float] = tuple(i / 10 for i in range(11)),
+    depths: Sequence[float] = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
     repeats: int = 2,
-    **options: object,
+    **options: Any,
 ) -> Result:
     """Recall against the needle's place at one length; options as of `recall`. `.table` has one row a depth."""
-    result = recall(endpoint, run, lengths=[length], depths=depths, repeats=repeats, probe="depth", **options)  # type: ignore[arg-type]
-    from dataclasses import replace
-
+    result = recall(endpoint, run, lengths=[length], depths=depths, repeats=repeats, probe="depth", **options)
     table = result.details["cells"]
     sentence = result.sentence
     if result.verdict == "finding":
-        lost = table[table["high"] < 0.5]
-        held = table[table["low"] > 0.0]
+        lost = table[(table["hits"] == 0) & (table["measured"] > 0)]
+        held = table[(table["hits"] == table["measured"]) & (table["measured"] > 0)]
         if len(lost) and len(held):
             places = ", ".join(f"{d:.2f}" for d in lost["depth"])
-            sentence = f"At {length:,} tokens recall depends on the place: lost at depth {places}; {sentence}"
+            sentence = f"At {length:,} tokens recall depends on the place: lost at depth {places}. {sentence}"
     return replace(result, table=table, sentence=sentence)
 
 
@@ -142,6 +143,11 @@ def describe(rows: list[Row]) -> tuple[str, str]:
     by: dict[int, list[Row]] = {}
     for row in rows:
         by.setdefault(row["target_tokens"], []).append(row)
+    if not any(surprising(*outcomes(r), tests=len(by) + 1) for r in (rows, *by.values())):
+        return (
+            f"Recall holds as far as {measured} trials can tell ({share(rows)}); a stray miss proves nothing.",
+            "healthy",
+        )
     cells = {n: outcomes(r) for n, r in sorted(by.items())}
     parts = []
     whole = [n for n, (h, m) in cells.items() if m and h == m]
@@ -160,6 +166,13 @@ def describe(rows: list[Row]) -> tuple[str, str]:
         f"{n} {k.replace('_', ' ')}" for k, n in sorted(kinds.items(), key=lambda i: -i[1])
     )
     return (text if text.startswith("Recall") else f"Recall {text}") + ".", "finding"
+
+
+def surprising(hits: int, measured: int, *, lapse: float = 0.02, tests: int = 1) -> bool:
+    """Are there more misses than stray ones at a rate of `lapse`? One-sided binomial test at 1 % over `tests`."""
+    from scipy.stats import binom
+
+    return bool(measured and binom.sf(measured - hits - 1, measured, lapse) < 0.01 / tests)
 
 
 def _listed(lengths: list[int]) -> str:

@@ -1,0 +1,211 @@
+"""Two arms on identical prompts: interleaved ABBA, an A/A run first, cold and warm proved by cached tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, resolve, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .journal import Journal
+from .prompts import PromptSpec
+from .result import Result, finish, hit, outcomes, share
+
+CACHES = ("cold", "warm")
+
+
+def compare_arms(
+    arms: Mapping[str, Target],
+    run: str | Path | None = None,
+    *,
+    lengths: Sequence[int] = (1024, 2048, 4096, 8192),
+    depths: Sequence[float] = (0.1, 0.5, 0.9),
+    repeats: int = 2,
+    aa_pairs: int = 8,
+    cache: Sequence[str] = ("cold",),
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    controls: bool = True,
+    tolerance: int = 0,
+    stop_early: bool = False,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> Result:
+    """Send the same bytes to both arms and compare answer by answer.
+
+    arms        two names with an endpoint each; the first builds the prompts with its tokenizer
+    aa_pairs    identical prompts sent to the first arm twice, before everything else: its own flip noise
+    cache       "cold" sends each prompt once; with "warm" it is sent again at once and must show cached tokens
+    stop_early  stop as soon as the always-valid test is decided (e-value of at least 20)
+
+    `.table` has one row a length and cache state; `.details` holds `aa` (flips among A/A pairs), `p_value` (exact
+    McNemar), `e_value`, `discordant` = (only first hit, only second hit) and `pairs`.
+    """
+    if len(arms) != 2:
+        raise ValueError("compare_arms needs exactly two arms")
+    if not set(cache) <= set(CACHES) or not cache:
+        raise ValueError("cache is cold, warm, or both")
+    names = list(arms)
+    specs = [
+        with_seed(PromptSpec(int(n), float(d), genre, needle, seed), i, j, r)
+        for r in range(repeats)
+        for i, n in enumerate(lengths)
+        for j, d in enumerate(depths)
+    ]
+    sends = [("cold", 0), ("warm", 1)] if "warm" in cache else [("cold", 0)]
+
+    def asks_of(name: str, spec: PromptSpec) -> list[Ask]:
+        return [Ask("arms", spec, arm=name, cache=state, send=send) for state, send in sends]
+
+    aa = [
+        [Ask("aa", with_seed(PromptSpec(int(lengths[i % len(lengths)]), 0.5, genre, needle, seed), 7, i), arm=names[0],
+             send=send) for send in (0, 2)]
+        for i in range(aa_pairs)
+    ]  # fmt: skip
+    base = PromptSpec(int(lengths[0]), genre=genre, needle=needle, seed=seed)
+    checks = {n: control_asks("arms", base, arm=n) if controls else [] for n in names}
+    recorded = resolve(arms[names[0]])[1]
+    journal = recorded.journal if recorded is not None else Journal(run)
+    first = Bench(arms[names[0]], probe="arms", arm=names[0], journal=journal, limits=limits, confirm=confirm,
+                  progress=progress, tolerance=tolerance)  # fmt: skip
+    second = Bench(arms[names[1]], probe="arms", arm=names[1], journal=journal, builder=first, limits=limits,
+                   progress=progress)  # fmt: skip
+    benches = dict(zip(names, (first, second), strict=True))
+    stopped, failed, pairs = "", "", []
+    try:
+        first.note(
+            arms=names, lengths=list(lengths), depths=list(depths), repeats=repeats, seed=seed, cache=list(cache)
+        )
+        everything = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
+        try:
+            first.plan([*checks[names[0]], *checks[names[1]], *everything])
+            for name in names:
+                judged = run_controls(benches[name], checks[name]) if controls else None
+                if judged is not None and not judged.passed and not failed:
+                    failed = f"Arm {name}: " + harness_sentence(judged)
+            for pair in aa:
+                first.ask(pair)
+            for i, spec in enumerate(specs):
+                order = names if i % 4 in (0, 3) else names[::-1]  # ABBA
+                got = {name: benches[name].ask(asks_of(name, spec)) for name in order}
+                pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
+                if stop_early and _paired(pairs)["e_value"] >= 20:
+                    break
+        except Stopped as reason:
+            stopped = str(reason)
+        if failed:
+            second.warn(failed)
+        details = {**_paired(pairs), "aa": _flips(journal, aa), "pairs": len(pairs), "budget": first.budget}
+        sentence, verdict = _describe(names, pairs, details, failed)
+        for spec_warning in _cache_proof([r for p in pairs for r in p]):
+            first.warn(spec_warning)
+        first.used |= second.used
+        first.warnings |= second.warnings
+        rows = [r for p in pairs for r in p]
+        return finish(
+            first,
+            rows,
+            sentence=sentence,
+            verdict=verdict,
+            table=_table(names, pairs),
+            stopped=stopped,
+            details=details,
+        )
+    finally:
+        second.close()
+        first.close()
+        if recorded is None:
+            journal.close()
+
+
+def _paired(pairs: Sequence[tuple[Row, ...]]) -> dict[str, Any]:
+    """Discordant pairs and both tests; a pair in which either side measured nothing is left out."""
+    from needlework.analysis.paired import e_value, mcnemar
+
+    hits = [(hit(a), hit(b)) for a, b in pairs]
+    only_first = sum(1 for a, b in hits if a == 1 and b == 0)
+    only_second = sum(1 for a, b in hits if a == 0 and b == 1)
+    return {
+        "discordant": (only_first, only_second),
+        "p_value": mcnemar(only_first, only_second),
+        "e_value": e_value(only_first, only_second),
+        "measured_pairs": sum(1 for a, b in hits if a == a and b == b),
+    }
+
+
+def _flips(journal: Journal, aa: list[list[Ask]]) -> tuple[int, int]:
+    """(pairs that differ, pairs measured) when the first arm was asked the same twice."""
+    differ = measured = 0
+    for pair in aa:
+        rows = [journal.rows.get(a.trial_id) for a in pair]
+        marks = [hit(r) for r in rows if r is not None]
+        if len(marks) == 2 and all(m == m for m in marks):
+            measured += 1
+            differ += marks[0] != marks[1]
+    return differ, measured
+
+
+def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: str) -> tuple[str, str]:
+    if failed:
+        return failed, "harness"
+    if not details["measured_pairs"]:
+        return "No pair was measured.", "not proven"
+    sides = [[p[k] for p in pairs] for k in (0, 1)]
+    (a_only, b_only), p, e = details["discordant"], details["p_value"], details["e_value"]
+    flips, aa = details["aa"]
+    text = (
+        f"On {details['measured_pairs']} identical prompts {names[0]} answers {share(sides[0])}; {names[1]} answers "
+        f"{share(sides[1])}."
+    )
+    noise = f" {names[0]} against itself: {flips} of {aa} pairs differ." if aa else ""
+    differ = a_only + b_only
+    if differ == 0:
+        from needlework.analysis.intervals import wilson
+
+        rarest = wilson(0, details["measured_pairs"])[1]
+        text += f" No pair differs: a difference in more than {100 * rarest:.0f} % of prompts is excluded."
+        both = outcomes(sides[0])
+        return text + noise, "healthy" if both[0] == both[1] else "not proven"
+    worse = names[1] if a_only > b_only else names[0]
+    text += f" {differ} pairs differ, {max(a_only, b_only)} of them against {worse} "
+    text += f"(exact McNemar p = {p:.2g}, e = {e:.3g})."
+    # the noise of the arm against itself must not explain it
+    beyond = p < 0.01 and (not aa or differ / details["measured_pairs"] > 2 * flips / aa)
+    return text + noise, "finding" if beyond else "not proven"
+
+
+def _table(names: list[str], pairs: list) -> Any:
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    cells: dict[tuple, list] = {}
+    for pair in pairs:
+        cells.setdefault((pair[0]["target_tokens"], pair[0]["wanted_cache"]), []).append(pair)
+    out = []
+    for (length, state), members in sorted(cells.items()):
+        entry: dict[str, Any] = {"target_tokens": length, "cache": state, "pairs": len(members)}
+        for k, name in enumerate(names):
+            hits, measured = outcomes([m[k] for m in members])
+            low, high = wilson(hits, measured)
+            entry |= {f"{name} hits": hits, f"{name} low": low, f"{name} high": high}
+        out.append(entry)
+    return pd.DataFrame(out)
+
+
+def _cache_proof(rows: list[Row]) -> list[str]:
+    """Sentences on trials whose cache state is not what was wanted: a warm arm that was in fact cold proves nothing."""
+    said = []
+    for state in CACHES:
+        wanted = [r for r in rows if r["wanted_cache"] == state and r["outcome"] != "transport"]
+        proved = [r for r in wanted if r["cache"] == state]
+        other = [r for r in wanted if r["cache"] not in (state, "unknown")]
+        if wanted and other:
+            said.append(f"{len(other)} of {len(wanted)} trials meant to be {state} were not, by their cached tokens")
+        elif wanted and not proved:
+            said.append(f"{state} is not proved: the endpoint does not report cached tokens")
+    return said

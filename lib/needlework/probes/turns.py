@@ -1,0 +1,204 @@
+"""Follow-up turns: is what was said earlier still there? Continued in the session, and re-sent as one cold request.
+
+Shapes, after the incident that started this workbook:
+* `tell_ask`    notes with a fact, an acknowledgement, then the question
+* `tell_talk_ask` the same with an unrelated exchange in between
+* `interrupted` a long piece of work is asked for and cut off while it is written; then "To a file." and the question
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from needlework.serving import Endpoint, TransportError
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import Messages, Prompt, PromptSpec
+from .recall import surprising
+from .result import Result, finish, outcomes, share
+
+SHAPES = ("tell_ask", "tell_talk_ask", "interrupted")
+MODES = ("continue", "resend")
+KEPT_REPLY = 2000  # characters of a generated turn that are kept for a resume
+
+
+def turns(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    shapes: Sequence[str] = SHAPES,
+    length: int = 2048,
+    repeats: int = 2,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    controls: bool = True,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> Result:
+    """Tell a fact in the first turn and ask for it later, in each shape, continued and re-sent; grades the last answer.
+
+    `length` is the size of the first turn in tokens. Continued means that each turn is sent when the one before was
+    answered, so the server may use its prefix cache; re-sent means the same messages once more under a salt (or, where
+    no salt is honoured, with a new first line). `.table` has one row a shape and mode.
+    """
+    for shape in shapes:
+        if shape not in SHAPES:
+            raise ValueError(f"unknown shape {shape!r}; choose from {', '.join(SHAPES)}")
+    pairs = [
+        tuple(
+            Ask(
+                "turns",
+                with_seed(PromptSpec(length, 0.3, genre, needle, seed), SHAPES.index(shape), r),
+                arm=arm,
+                repeat=r,
+                cache="warm" if mode == "continue" else "cold",
+                send=MODES.index(mode),
+                turn=3 if shape == "tell_talk_ask" else 2,
+                label=f"{shape}/{mode}",
+            )
+            for mode in MODES
+        )
+        for shape in shapes
+        for r in range(repeats)
+    ]
+    checks = (
+        control_asks("turns", PromptSpec(length, genre=genre, needle=needle, seed=seed), arm=arm) if controls else []
+    )
+    stopped, judged = "", None
+    with Bench(endpoint, run, probe="turns", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
+        bench.note(shapes=list(shapes), length=length, repeats=repeats, seed=seed)
+        rows: list[Row] = []
+        try:
+            flat = [a for pair in pairs for a in pair]
+            bench.plan([*checks, *flat], more=0)
+            judged = run_controls(bench, checks) if controls else None
+            for first, second in pairs:
+                (told,) = bench.ask([first], prepare=_continue)
+                rows.append(told)
+                history = json.loads(told.get("history") or "[]")
+                rows += bench.ask([second], prepare=_resend(history))
+        except Stopped as reason:
+            stopped = str(reason)
+        by: dict[str, list[Row]] = {}
+        for row in rows:
+            by.setdefault(row["label"], []).append(row)
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = _describe(by)
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by), stopped=stopped)
+
+
+async def _continue(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:
+    """Play the earlier turns live; the generated replies stay in the history as the server will read them again."""
+    body, _, question = prompt.text.rpartition("\n\n")
+    shape = ask.label.split("/")[0]
+    replies: list[str] = []
+    if shape == "interrupted":
+        messages: Messages = [{"role": "user", "content": f"{body}\n{_WORK}"}]
+        replies.append(await _cut_off(endpoint, messages))
+    else:
+        messages = [{"role": "user", "content": f"{body}\n{_KEEP}"}]
+        replies.append((await endpoint.chat(messages, max_tokens=16)).text)
+    messages.append(_assistant(replies[0]))
+    if shape == "tell_talk_ask":
+        messages.append({"role": "user", "content": _TALK})
+        replies.append((await endpoint.chat(messages, max_tokens=16)).text)
+        messages.append(_assistant(replies[1]))
+    messages.append({"role": "user", "content": _last(shape, question)})
+    return messages, {"history": json.dumps([r[:KEPT_REPLY] for r in replies])}
+
+
+def _resend(replies: list[str]) -> Any:
+    async def prepare(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:
+        body, _, question = prompt.text.rpartition("\n\n")
+        shape = ask.label.split("/")[0]
+        if endpoint.capabilities is None or endpoint.capabilities.salt is None:
+            body = f"Copy {ask.trial_id[:4]}.\n{body}"
+        messages: Messages = [{"role": "user", "content": f"{body}\n{_WORK if shape == 'interrupted' else _KEEP}"}]
+        for i, reply in enumerate(replies):
+            messages.append(_assistant(reply))
+            if i == 0 and shape == "tell_talk_ask":
+                messages.append({"role": "user", "content": _TALK})
+        messages.append({"role": "user", "content": _last(shape, question)})
+        return messages, {}
+
+    return prepare
+
+
+_KEEP = "Keep these notes in mind and answer OK."
+_WORK = "Now write a tic-tac-toe page in HTML, with two players and a reset button."
+_TALK = "Name a colour of the rainbow."
+
+
+def _last(shape: str, question: str) -> str:
+    return f"To a file. But first: {question}" if shape == "interrupted" else question
+
+
+def _assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text[:KEPT_REPLY] or "OK."}
+
+
+async def _cut_off(endpoint: Endpoint, messages: Messages) -> str:
+    """Start a long answer and hang up as soon as it is being written, as a user does who presses stop."""
+    first = asyncio.Event()
+    writing = asyncio.create_task(endpoint.chat(messages, max_tokens=256, on_first_token=first))
+    waiting = asyncio.create_task(first.wait())
+    await asyncio.wait({writing, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if writing.done():
+        return writing.result().text  # raises TransportError for the caller to record
+    writing.cancel()
+    with contextlib.suppress(asyncio.CancelledError, TransportError):
+        await writing
+    return "<!DOCTYPE html>"
+
+
+def _table(by: dict[str, list[Row]]) -> Any:
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    out = []
+    for label, rows in by.items():
+        hits, measured = outcomes(rows)
+        shape, mode = label.split("/")
+        cached = [r["cached_tokens"] for r in rows if r.get("cached_tokens") is not None]
+        out.append(
+            {
+                "shape": shape,
+                "mode": mode,
+                "hits": hits,
+                "measured": measured,
+                "low": wilson(hits, measured)[0],
+                "high": wilson(hits, measured)[1],
+                "cached_tokens": min(cached) if cached else None,
+            }
+        )
+    return pd.DataFrame(out, columns=["shape", "mode", "hits", "measured", "low", "high", "cached_tokens"])
+
+
+def _describe(by: dict[str, list[Row]]) -> tuple[str, str]:
+    kept = [r for label, rows in by.items() if label.endswith("/continue") for r in rows]
+    sent = [r for label, rows in by.items() if label.endswith("/resend") for r in rows]
+    if not outcomes(kept)[1]:
+        return "Nothing was measured.", "not proven"
+    text = f"Follow-up turns remember the first turn in {share(kept)}; the same messages re-sent cold in {share(sent)}."
+    bad = surprising(*outcomes(kept), tests=2), surprising(*outcomes(sent), tests=2)
+    if bad[0] and not bad[1]:
+        text += " The text is readable, the continued session loses it: look at the prefix cache and its side state."
+    elif bad[0] and bad[1]:
+        text += " Both forms lose it: the turn boundary is not the cause; look at length and place."
+    elif bad[1]:
+        text += " Only the cold request loses it."
+    return text, "finding" if any(bad) else "healthy"
