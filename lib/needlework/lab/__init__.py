@@ -1,0 +1,12 @@
+"""A deployment in a box: real processes, real HTTP, real KV pages, and faults planted by name.
+
+from needlework import lab
+
+with lab.start(mode="pd", faults=("F14",), geometry="v4") as deployment:
+    ...  # deployment.base_url, .prefill_url, .decode_url, .digests(prompt=…), .dump_pages(folder, prompt=…)
+"""
+
+from needlework.lab.deployment import Deployment, LabError, start
+from needlework.lab.types import GEOMETRIES
+
+__all__ = ["GEOMETRIES", "Deployment", "LabError", "start"]

@@ -11,6 +11,7 @@ was reported, no byte is written for that room any more, so that its rows may be
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -58,10 +59,14 @@ class Sender(Loop):
         on_done: Callable[[int], None],
         on_failed: Callable[[int, str], None],
         *,
-        port: int = 0,
+        listener: socket.socket | None = None,
         timeout_s: float = 60.0,
     ):
+        """`listener` is a listening loopback socket to take over as the bootstrap port; without it the system
+        chooses.
+        """
         super().__init__("transfer-sender")
+        port = listener.getsockname()[1] if listener is not None else 0
         self.signature, self.timeout_s = signature, timeout_s
         self.on_registered, self.on_done, self.on_failed = on_registered, on_done, on_failed
         self.counters = TransferCounters()
@@ -69,11 +74,9 @@ class Sender(Loop):
         self._known: dict[int, _Outgoing] = {}
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._control = self._socket(zmq.ROUTER)
-        try:
-            self._control.bind(f"tcp://127.0.0.1:{port or '*'}")
-        except zmq.ZMQError as error:
-            self.context.destroy(linger=0)
-            raise RuntimeError(f"bootstrap port {port} cannot be used ({error.strerror}); choose another one") from None
+        if listener is not None:
+            self._control.setsockopt(zmq.USE_FD, listener.detach())
+        self._control.bind(f"tcp://127.0.0.1:{port or '*'}")
         self.port = int(address_of(self._control).rsplit(":", 1)[1])
         self._on(self._control, lambda sock: receive_all(sock, self._control_message))
 

@@ -197,6 +197,10 @@ class Hooks:
             raise ValueError(f"no hook named {name!r}; the hooks are {', '.join(sorted(self._functions))}")
         self._functions[name].append(function)
 
+    def installed(self) -> dict[str, int]:
+        """How many functions act at each place."""
+        return {name: len(functions) for name, functions in self._functions.items() if functions}
+
     def apply(self, name: str, value: Any, **place: Any) -> Any:
         for function in self._functions[name]:
             value = function(value, **place)

@@ -1,0 +1,323 @@
+"""`start`: a deployment in a box, as a context manager.
+
+    with lab.start(mode="pd", faults=("F14",)) as deployment:
+        print(deployment.base_url)
+
+Combined mode is one server process. PD mode is a prefill process, a decode process and SGLang's own router in front.
+All listen on the loopback address only, start in parallel, and end with the `with` block, with an exception, with
+Ctrl-C, and with the parent process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from needlework.lab.processes import LOOPBACK, Child, free_port, listening_socket, stop
+
+MODES = ("combined", "pd")
+ROUTERS = ("sglang", "mini")
+POLL_S = 0.05
+
+
+class LabError(RuntimeError):
+    """The lab could not do what was asked; the message is one sentence, with the last log lines where they help."""
+
+
+def _call(port: int, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
+    """(status, headers, bytes) of one request to a lab process; raises OSError when nobody answers."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
+    try:
+        payload = None if body is None else json.dumps(body).encode()
+        connection.request(method, path, payload, {"content-type": "application/json"} if payload else {})
+        response = connection.getresponse()
+        return response.status, response.headers, response.read()
+    except http.client.HTTPException as error:
+        raise ConnectionError(f"no well-formed answer ({type(error).__name__})") from None
+    finally:
+        connection.close()
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running deployment. URLs have no /v1; `base_url` is the router's in PD mode (the router has no /tokenize: ask
+    a worker).
+    """
+
+    mode: str
+    geometry: str
+    faults: tuple[str, ...]
+    seed: int
+    ports: dict[str, int]
+    children: dict[str, Child] = field(repr=False)
+    router: str | None = None
+
+    def _url(self, role: str) -> str:
+        return f"http://{LOOPBACK}:{self.ports[role]}"
+
+    @property
+    def base_url(self) -> str:
+        return self._url("router" if self.mode == "pd" else "combined")
+
+    @property
+    def prefill_url(self) -> str:
+        """The server that runs prompts (in combined mode the only one)."""
+        return self._url("prefill" if self.mode == "pd" else "combined")
+
+    @property
+    def decode_url(self) -> str:
+        """The server that decodes (in combined mode the only one)."""
+        return self._url("decode" if self.mode == "pd" else "combined")
+
+    @property
+    def tokenizer_url(self) -> str:
+        """Where /tokenize is offered."""
+        return self.prefill_url
+
+    @property
+    def metrics_url(self) -> str | None:
+        """SGLang's router offers its own metrics on a port of their own."""
+        return self._url("router-metrics") if "router-metrics" in self.ports else None
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The server processes, without the router."""
+        return ("prefill", "decode") if self.mode == "pd" else ("combined",)
+
+    def __str__(self) -> str:
+        planted = "healthy" if not self.faults else "faults " + ", ".join(self.faults)
+        return f"{self.mode} deployment, geometry {self.geometry}, {planted}"
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        rows = "".join(f"<tr><th>{escape(role)}</th><td>running</td></tr>" for role in self.children)
+        return f"<p>{escape(str(self))}</p><table>{rows}</table>"
+
+    def log_tail(self, role: str, lines: int = 15) -> str:
+        """The last lines that a process wrote."""
+        return self.children[role].log_tail(lines)
+
+    def rss_bytes(self) -> dict[str, int]:
+        """Resident memory of each server process in bytes (0 where the system does not tell)."""
+        return {role: self.children[role].rss_bytes() for role in self.roles}
+
+    def request(self, role: str, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """JSON (or text) of one request to a process; raises LabError with the server's sentence when it refuses."""
+        try:
+            status, headers, raw = _call(self.ports[role], method, path, body)
+        except OSError as error:
+            raise LabError(f"the {role} server does not answer: {error}") from None
+        if status != 200:
+            raise LabError(f"the {role} server answers {status}: {_sentence(raw)}")
+        return json.loads(raw) if "json" in headers.get("content-type", "") else raw.decode("utf-8", "replace")
+
+    def server_info(self) -> dict[str, dict[str, Any]]:
+        """/server_info of each process, by role."""
+        return {role: self.request(role, "GET", "/server_info") for role in self.roles}
+
+    def flush_cache(self) -> None:
+        """Empty every prefix cache; raises LabError when a server is busy."""
+        for role in self.roles:
+            self.request(role, "POST", "/flush_cache?timeout=5")
+
+    def digests(self, **request: Any) -> Any:
+        """Digests of every buffer that a request's pages lie in, by server, as a DataFrame.
+
+        Name the request by `rid`, `prompt`, `messages` or `input_ids` (with `cache_salt` if one was sent): its newest
+        run counts. Columns: buffer, group, layout, pages, one digest column per server, and in PD mode `equal`: what
+        decode holds is what prefill wrote. Raises LabError when a server no longer remembers the request.
+        """
+        import pandas as pd
+
+        found = self._captures(request)
+        table = pd.DataFrame()
+        for role, summary in found.items():
+            rows = pd.DataFrame.from_dict(summary["buffers"], orient="index")
+            if table.empty:
+                table = rows[["group", "layout"]].assign(pages=rows["pages"].map(len))
+            table[f"{role}_digest"] = [f"{digest:08x}" for digest in rows["digest"]]
+        if self.mode == "pd":
+            table["equal"] = table["prefill_digest"] == table["decode_digest"]
+        return table.rename_axis("buffer").reset_index()
+
+    def _captures(self, request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Summaries by role of one request; the servers of a pair share its room, not its id."""
+        if self.mode == "combined":
+            return {"combined": self.request("combined", "POST", "/lab/digests", request)}
+        decode = self.request("decode", "POST", "/lab/digests", request)
+        room = {"room": decode["bootstrap_room"]}
+        return {"prefill": self.request("prefill", "POST", "/lab/digests", room), "decode": decode}
+
+    def dump_pages(self, folder: str | Path, **request: Any) -> list[Path]:
+        """Write a request's pages as `<role>-<buffer>.bin` with `.json` beside each, and return the paths of the .bin
+        files.
+
+        The request is named as in `digests`. Raises LabError when the bytes were dropped for newer requests.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for role, summary in self._captures(request).items():
+            for buffer in summary["buffers"]:
+                name = {"rid": summary["rid"], "buffer": buffer}
+                status, headers, raw = _call(self.ports[role], "POST", "/lab/pages", name)
+                if status != 200:
+                    raise LabError(f"the {role} server answers {status}: {_sentence(raw)}")
+                path = folder / f"{role}-{buffer}.bin"
+                path.write_bytes(raw)
+                header = json.loads(headers["x-needlework-pages"])
+                path.with_suffix(".json").write_text(json.dumps(header, indent=1) + "\n")
+                written.append(path)
+        return written
+
+
+def _sentence(raw: bytes) -> str:
+    try:
+        return str(json.loads(raw)["message"])[:300]
+    except (ValueError, KeyError, TypeError):
+        return raw[:300].decode("utf-8", "replace").strip()
+
+
+def _role_child(
+    role: str, listener: socket.socket, bootstrap: socket.socket | None, settings: Mapping[str, Any]
+) -> Child:
+    command = [sys.executable, "-m", "needlework.lab.role", "--role", role, "--watch-fd", "{watch}"]
+    command += ["--geometry", settings["geometry"], "--seed", str(settings["seed"])]
+    command += ["--http-fd", str(listener.fileno()), "--options", json.dumps(settings["options"])]
+    command += ["--transfer-timeout-s", str(settings["transfer_timeout_s"])]
+    fds = [listener.fileno()]
+    if bootstrap is not None and role == "prefill":
+        command += ["--bootstrap-fd", str(bootstrap.fileno())]
+        fds.append(bootstrap.fileno())
+    for fault in settings["faults"]:
+        command += ["--fault", fault]
+    return Child(role, command, pass_fds=fds)
+
+
+def _router_child(kind: str, ports: Mapping[str, int], retries: bool) -> Child:
+    """SGLang's router behind a guard. `ports` holds router, router-metrics, prefill, bootstrap, decode."""
+    command = [sys.executable, "-m", "needlework.lab.processes", "{watch}"]
+    command += [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
+    command += ["--prefill", f"http://{LOOPBACK}:{ports['prefill']}", str(ports["bootstrap"])]
+    command += ["--decode", f"http://{LOOPBACK}:{ports['decode']}", "--host", LOOPBACK, "--port", str(ports["router"])]
+    command += ["--prometheus-host", LOOPBACK, "--prometheus-port", str(ports["router-metrics"])]
+    command += ["--log-level", "warn", "--disable-circuit-breaker", "--worker-startup-check-interval", "1"]
+    if kind == "mini":
+        command.append("--mini-lb")
+    if not retries:
+        command.append("--disable-retries")  # a retry turns a failed transfer into a late answer and hides it
+    # an engine's router fetches tokenizers from a hub; this one must not ask anybody
+    quiet = {"HF_ENDPOINT": f"http://{LOOPBACK}:9", "HF_HUB_OFFLINE": "1", "NO_PROXY": "*", "no_proxy": "*"}
+    return Child("router", command, env=quiet)
+
+
+def _wait(children: Mapping[str, Child], ports: Mapping[str, int], timeout_s: float) -> None:
+    """Wait until every process answers; LabError with the last log lines when one ends or stays silent."""
+    deadline = time.monotonic() + timeout_s
+    waiting = list(children)
+    while waiting:
+        for role in list(waiting):
+            child = children[role]
+            if not child.alive:
+                raise LabError(_epitaph(role, child))
+            path = "/readiness" if role == "router" else "/health"
+            try:
+                status, _, _ = _call(ports[role], "GET", path, timeout_s=0.5)
+                if status == 404 and role == "router":  # the mini load balancer knows no /readiness
+                    status, _, _ = _call(ports[role], "GET", "/health", timeout_s=0.5)
+            except OSError:
+                status = 0
+            if status == 200:
+                waiting.remove(role)
+        if waiting and time.monotonic() > deadline:
+            role = waiting[0]
+            tail = children[role].log_tail()
+            raise LabError(f"the {role} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
+        if waiting:
+            time.sleep(POLL_S)
+
+
+def _epitaph(role: str, child: Child) -> str:
+    status, tail = child.process.returncode, child.log_tail()
+    if status == 2 and tail:  # a refusal: one sentence about a setting
+        return tail.splitlines()[-1]
+    return f"the {role} process ended with status {status} while starting; it last wrote:\n{tail}"
+
+
+@contextlib.contextmanager
+def start(
+    mode: str = "combined",
+    faults: str | Sequence[str] = (),
+    geometry: str = "v4",
+    seed: int = 0,
+    *,
+    port: int = 0,
+    router: str = "sglang",
+    retries: bool = False,
+    start_timeout_s: float = 60.0,
+    transfer_timeout_s: float = 60.0,
+    **options: Any,
+) -> Iterator[Deployment]:
+    """Start a deployment and yield it; everything ends with the block.
+
+    mode       "combined" (one server) or "pd" (prefill, decode and a router)
+    faults     planted faults by name, each with parameters if wanted: ("F14",), ("F14:first_chunks=1",)
+    geometry   "v4" or "tiny" (see `lab.types.GEOMETRIES`)
+    port       of `base_url`; 0 for any free one
+    router     "sglang": SGLang's router as deployed, which drops rid and cache_salt from chat bodies and passes a
+               client's disconnection on; "mini": its --mini-lb, which keeps every field but notices neither a closed connection
+               of a non-streaming request nor a failed prefill
+    retries    let the router send a failed request again (its default, which hides first failures)
+    options    keyword arguments of the engine, the same for all processes
+
+    Raises ValueError for a setting that does not exist and LabError (a RuntimeError) when a process does not come up.
+    """
+    from needlework.lab.types import GEOMETRIES
+
+    if mode not in MODES:
+        raise ValueError(f"mode must be one of {', '.join(MODES)}, not {str(mode)[:40]!r}")
+    if geometry not in GEOMETRIES:
+        raise ValueError(f"geometry must be one of {', '.join(GEOMETRIES)}, not {str(geometry)[:40]!r}")
+    if router not in ROUTERS:
+        raise ValueError(f"router must be one of {', '.join(ROUTERS)}, not {str(router)[:40]!r}")
+    planted = (faults,) if isinstance(faults, str) else tuple(faults)
+    settings = {
+        "geometry": geometry,
+        "seed": int(seed),
+        "faults": planted,
+        "options": options,
+        "transfer_timeout_s": transfer_timeout_s,
+    }
+    roles = ("prefill", "decode") if mode == "pd" else ("combined",)
+    children: dict[str, Child] = {}
+    with contextlib.ExitStack() as stack:
+        listeners = {role: stack.enter_context(listening_socket(port if role == "combined" else 0)) for role in roles}
+        ports = {role: listener.getsockname()[1] for role, listener in listeners.items()}
+        bootstrap = None
+        if mode == "pd":
+            if port:
+                listening_socket(port).close()  # say now, in one sentence, that it is taken
+            bootstrap = stack.enter_context(listening_socket(0))
+            ports |= {"bootstrap": bootstrap.getsockname()[1], "router": port or free_port()}
+            ports["router-metrics"] = free_port()
+        stack.callback(lambda: stop(list(children.values())))
+        for role in roles:
+            children[role] = _role_child(role, listeners[role], bootstrap, settings)
+        if mode == "pd":
+            children["router"] = _router_child(router, ports, retries)
+        for held in [*listeners.values(), *([bootstrap] if bootstrap else [])]:
+            held.close()  # the children hold them now; a dead child must not leave a port that accepts and never answers
+        _wait(children, ports, start_timeout_s)
+        yield Deployment(mode, geometry, planted, int(seed), ports, children, router if mode == "pd" else None)
+
+
+__all__ = ["Deployment", "LabError", "start"]
