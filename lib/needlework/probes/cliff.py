@@ -1,0 +1,187 @@
+"""Where does recall fall? A coarse ladder, adaptive batches, confirmation on both sides, then a walk to the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import PromptSpec
+from .result import Result, finish, hit, outcomes, share
+
+LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
+CONFIRM = 5  # fresh trials on each side of the edge
+
+
+@dataclass(frozen=True)
+class CliffResult(Result):
+    """`cliff` is the search's answer; `edge` the longest length that hits, if walked; `constants` what explains it."""
+
+    cliff: Cliff | None = None
+    edge: int | None = None
+    constants: tuple[Constant, ...] = ()
+
+
+def find_cliff(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    low: int = 512,
+    high: int = 32768,
+    depth: float = 0.1,
+    from_end: int | None = None,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    tolerance: float = 0.05,
+    batch: int = 4,
+    walk: bool = True,
+    config: Mapping[str, float] | None = None,
+    controls: bool = True,
+    max_requests: int = 200,
+    max_tokens: int = 48,
+    thinking: bool = False,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> CliffResult:
+    """Find the length at which a fact at `depth` stops being found, to `tolerance`, then to the token if it is a step.
+
+    config  constants of the deployment to look for in the interval: topk, ratio, window, page, chunk, context_limit
+    batch   lengths in flight at a time; the placement accounts for it
+    walk    follow a step to the exact token (only where lengths are counted by the server's tokenizer)
+
+    Deterministic for a seed and the outcomes, so a resumed or recorded run asks the same questions. Raises ValueError
+    for a bad range, RuntimeError when the endpoint does not answer.
+    """
+    base = PromptSpec(int(low), depth, genre, needle, seed, from_end=from_end)
+    search = CliffSearch(int(low), int(high), tolerance=tolerance, limit=max_requests, seed=seed)
+    checks = control_asks("cliff", base, arm=arm) if controls else []
+    asked: dict[int, int] = {}
+    rows: list[Row] = []
+    stopped, judged, walked = "", None, None
+    with Bench(endpoint, run, probe="cliff", arm=arm, limits=limits, confirm=confirm, progress=progress,
+               thinking=thinking) as bench:  # fmt: skip
+        bench.note(
+            low=low, high=high, depth=depth, seed=seed, tolerance=tolerance, batch=batch, config=dict(config or {})
+        )
+
+        def send(lengths: list[int], label: str) -> list[Row]:
+            asks = []
+            for n in lengths:  # fresh text each time: the count of earlier asks at this length goes into the seed
+                asked[n] = asked.get(n, 0) + 1
+                spec = with_seed(PromptSpec(n, depth, genre, needle, seed, from_end=from_end), n, asked[n])
+                asks.append(Ask("cliff", spec, arm=arm, repeat=asked[n], label=label, max_tokens=max_tokens))
+            got = bench.ask(asks, concurrency=batch)
+            rows.extend(got)
+            return got
+
+        def feed(planner: CliffSearch | EdgeWalk, lengths: list[int], got: list[Row]) -> None:
+            planner.update(lengths, [hit(r) for r in got])
+
+        try:
+            ladder = _ladder(int(low), int(high))
+            # the plan assumes the usual number of adaptive requests; limits stop a run that needs more
+            bench.plan(checks, more=60, more_tokens=60 * round((low * high) ** 0.5))
+            judged = run_controls(bench, checks) if controls else None
+            if judged is None or judged.passed:
+                feed(search, ladder, send(ladder, "ladder"))
+                while not search.done:
+                    lengths = search.propose(batch)
+                    feed(search, lengths, send(lengths, "search"))
+                found = search.result()
+                if found.state == "cliff":
+                    below, above = _beside(found, int(low), int(high))
+                    sides = send([below] * CONFIRM + [above] * CONFIRM, "confirm")
+                    feed(search, [below] * CONFIRM + [above] * CONFIRM, sides)
+                    found = search.result()
+                    exact = bench.capabilities.tokenize != "usage"
+                    if walk and exact and found.state == "cliff" and _is_step(found):
+                        walked = _walk(found, feed, send)
+        except Stopped as reason:
+            stopped = str(reason)
+        found = search.result()
+        edge = walked.edge if walked is not None and walked.state == "edge" else None
+        interval = (edge, edge + 1) if edge is not None else found.interval
+        constants = tuple(constants_in(interval, config)) if found.state == "cliff" else ()
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = _describe(found, edge, constants, rows)
+        return CliffResult(
+            **vars(finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants),
+                          stopped=stopped, details={"walk": walked, "budget": bench.budget})),
+            cliff=found, edge=edge, constants=constants,
+        )  # fmt: skip
+
+
+def _ladder(low: int, high: int) -> list[int]:
+    steps = [round(low * (high / low) ** (i / (LADDER - 1))) for i in range(LADDER)]
+    return sorted(set(steps))
+
+
+def _beside(found: Cliff, low: int, high: int) -> tuple[int, int]:
+    """Lengths just outside the interval, where a step must hit and must miss."""
+    margin = max(1.0, 0.02 * found.threshold)
+    below = max(low, int(found.interval.low - margin))
+    above = min(high, int(found.interval.high + margin) + 1)
+    return below, above
+
+
+def _is_step(found: Cliff) -> bool:
+    return (
+        found.width_interval.low < 0.2 and found.top - found.bottom > 0.3 and found.interval.high > found.interval.low
+    )
+
+
+def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
+    """Noisy bisection over single tokens, in an interval a little wider than the search's."""
+    width = found.interval.high - found.interval.low
+    low = max(found.low, int(found.interval.low - 0.5 * width) - 2)
+    high = min(found.high, int(found.interval.high + 0.5 * width) + 3)
+    walk = EdgeWalk(low, high, top=max(found.top, 0.9), bottom=min(found.bottom, 0.6))
+    while not walk.done:
+        lengths = walk.propose()
+        feed(walk, lengths, send(lengths, "walk"))
+    return walk
+
+
+def _describe(found: Cliff, edge: int | None, constants: tuple[Constant, ...], rows: list[Row]) -> tuple[str, str]:
+    if not outcomes(rows)[1]:
+        return "Nothing was measured.", "not proven"
+    text = str(found)
+    text = f"{text[0].upper()}{text[1:]}."
+    if found.state == "no cliff":
+        return f"{text} Trials: {share(rows)}.", "healthy"
+    if edge is not None:
+        text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss."
+    if constants:
+        text += " In the interval: " + "; ".join(f"{c.value:,} ({c.formula})" for c in constants[:3]) + "."
+    elif found.state == "cliff":
+        text += " No known constant lies in the interval."
+    return text, "finding" if found.state in ("cliff", "below range") else "not proven"
+
+
+def _table(found: Cliff, edge: int | None, constants: tuple[Constant, ...]) -> Any:
+    import pandas as pd
+
+    low, high = found.interval
+    entries = [("state", found.state), ("requests", found.requests)]
+    if found.state == "cliff":
+        wide = found.width_interval
+        entries += [
+            ("threshold_tokens", f"{found.threshold:,.0f} ({low:,.0f} to {high:,.0f})"),
+            ("width_octaves", f"{found.width_octaves:.2f} ({wide.low:.2f} to {wide.high:.2f})"),
+            ("recall_before", f"{found.top:.2f}"),
+            ("recall_after", f"{found.bottom:.2f}"),
+            ("edge_tokens", "not walked" if edge is None else f"{edge:,}"),
+        ]
+        entries += [("constant", f"{c.value:,}: {c.formula}") for c in constants[:5]]
+    return pd.DataFrame(entries, columns=["quantity", "value"])

@@ -1,0 +1,159 @@
+"""Does recall depend on the length's residue? Every length of a period, cold and warm, from both ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from needlework.analysis.comb import Comb, ResidueScan
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import PromptSpec
+from .result import Result, finish, hit, share
+
+ANCHORS = ("start", "end")
+CACHES = ("cold", "warm")
+
+
+@dataclass(frozen=True)
+class ResidueResult(Result):
+    """`combs[anchor, cache]` is the scan's answer for a needle fixed from that end, on cold or repeated prompts."""
+
+    combs: dict[tuple[str, str], Comb] | None = None
+
+
+def scan_residues(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    start: int = 1024,
+    period: int = 128,
+    anchors: Sequence[str] = ("start",),
+    cache: Sequence[str] = CACHES,
+    distance: int = 200,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    batch: int = 4,
+    controls: bool = True,
+    max_tokens: int = 48,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> ResidueResult:
+    """Ask a whole period of consecutive lengths from `start` on, then each suspect class again at fresh lengths.
+
+    anchors   keep the needle `distance` tokens from the "start" or from the "end" while the length grows; which of the
+              two carries a comb tells prefill grouping from decode grouping
+    cache     "warm" sends every prompt a second time; the repeat is judged by itself and must show cached tokens
+    period    longest period looked for, 2 to 256; all its divisors are found too
+
+    Lengths must be exact to the token: an endpoint without a tokenise route is refused with ValueError.
+    """
+    if not set(anchors) <= set(ANCHORS) or not anchors:
+        raise ValueError("anchors are start, end, or both")
+    if not set(cache) <= set(CACHES) or "cold" not in cache:
+        raise ValueError("cache is cold, or cold and warm")
+    base = PromptSpec(int(start), 0.5, genre, needle, seed)
+    checks = control_asks("residues", base, arm=arm) if controls else []
+    rows: list[Row] = []
+    combs: dict[tuple[str, str], Comb] = {}
+    stopped, judged = "", None
+    with Bench(endpoint, run, probe="residues", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
+        bench.note(start=start, period=period, anchors=list(anchors), cache=list(cache), distance=distance, seed=seed)
+        try:
+            if bench.capabilities.tokenize == "usage":
+                raise ValueError("a residue scan needs exact lengths, and this endpoint has no tokenise route")
+            count = len(anchors) * len(cache) * round(1.2 * period)
+            bench.plan(checks, more=count, more_tokens=count * (start + period))
+            judged = run_controls(bench, checks) if controls else None
+            if judged is None or judged.passed:
+                for anchor in anchors:
+                    combs |= _scan(bench, base, anchor, cache, period, distance, batch, max_tokens, rows)
+        except Stopped as reason:
+            stopped = str(reason)
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = _describe(combs, rows)
+        done = finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(combs), stopped=stopped,
+                      details={"budget": bench.budget})  # fmt: skip
+        return ResidueResult(**vars(done), combs=combs)
+
+
+def _scan(
+    bench: Bench, base: PromptSpec, anchor: str, cache: Sequence[str], period: int, distance: int, batch: int,
+    max_tokens: int, rows: list[Row],
+) -> dict[tuple[str, str], Comb]:  # fmt: skip
+    """One planner for cold and one for warm outcomes; each length is sent cold and, for the warm planner, again."""
+    planners = {state: ResidueScan(base.target_tokens, period) for state in cache}
+    asked: dict[tuple[str, int], int] = {}
+    warm_unproved = 0
+    for state, planner in planners.items():
+        while not planner.done:
+            lengths = planner.propose(batch)
+            asks = []
+            for n in lengths:
+                again = asked[state, n] = asked.get((state, n), 0) + 1
+                spec = _spec(base, anchor, distance, n, again)
+                asks.append(Ask("residues", spec, arm=bench.arm, repeat=again, label=anchor, max_tokens=max_tokens))
+            got = bench.ask(asks, concurrency=batch)
+            if "warm" in cache:  # at once, before the cache can forget; the warm planner then reads most rows back
+                again_rows = bench.ask([replace(a, cache="warm", send=1) for a in asks], concurrency=batch)
+                got = again_rows if state == "warm" else got
+            if state == "warm":
+                warm_unproved += sum(r["cache"] != "warm" for r in got if r["outcome"] != "transport")
+            rows += got
+            planner.update(lengths, [hit(r) for r in got])
+    if warm_unproved:
+        bench.warn(f"{warm_unproved} repeated prompts did not show cached tokens, so their warm state is not proved")
+    return {(anchor, state): planner.result() for state, planner in planners.items()}
+
+
+def _spec(base: PromptSpec, anchor: str, distance: int, tokens: int, again: int) -> PromptSpec:
+    """The same haystack and needle for all lengths of a pass, so that only the length differs; fresh when repeated."""
+    near = (
+        {"from_start": distance, "pad": "before_question"}
+        if anchor == "start"
+        else {"from_end": distance, "pad": "start"}
+    )
+    spec = replace(base, target_tokens=int(tokens), **near)  # type: ignore[arg-type]
+    return with_seed(spec, again) if again > 1 else spec
+
+
+def _describe(combs: dict[tuple[str, str], Comb], rows: list[Row]) -> tuple[str, str]:
+    found = {k: c for k, c in combs.items() if c.state == "comb"}
+    if found:
+        parts = [f"needle fixed from the {anchor}, {state}: {comb}" for (anchor, state), comb in found.items()]
+        healthy = [f"{a}/{s}" for (a, s), c in combs.items() if c.state == "none"]
+        text = "A comb in the lengths: " + "; ".join(parts) + "."
+        return text + (f" None seen in {', '.join(healthy)}." if healthy else ""), "finding"
+    if not combs or any(c.state != "none" for c in combs.values()):
+        reason = "; ".join(sorted({str(c) for c in combs.values() if c.state != "none"})) or "the scan is not finished"
+        return f"No statement about residues: {reason}.", "not proven"
+    return f"No residue class of the length stands out ({share(rows)}).", "healthy"
+
+
+def _table(combs: dict[tuple[str, str], Comb]) -> Any:
+    import pandas as pd
+
+    return pd.DataFrame(
+        [
+            {
+                "needle from": anchor,
+                "cache": state,
+                "state": c.state,
+                "period": c.period,
+                "residues": ", ".join(map(str, c.residues[:8])),
+                "p_value": c.p_value,
+                "requests": c.requests,
+            }
+            for (anchor, state), c in combs.items()
+        ],
+        columns=["needle from", "cache", "state", "period", "residues", "p_value", "requests"],
+    )

@@ -1,0 +1,150 @@
+"""Cold against warm: the same bytes sent twice, the second time proved warm by cached tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import PromptSpec
+from .recall import surprising
+from .result import Result, finish, hit, outcomes, share
+
+
+def warm_cold(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    lengths: Sequence[int] = (1024, 2048, 4096, 8192),
+    repeats: int = 4,
+    warm_sends: int = 1,
+    depth: float = 0.3,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    controls: bool = True,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> Result:
+    """Send each prompt cold, then `warm_sends` times again; compare answers pair by pair (exact McNemar).
+
+    A pair counts as warm only when the repeat reports cached tokens for at least half of the prompt, and as cold only
+    when the first send reports none. `.details` holds `proved` (pairs), `discordant` (only cold hit, only warm hit),
+    `p_value`, and `page` (the largest power of two that divides all cached counts).
+    """
+    specs = [
+        with_seed(PromptSpec(int(n), depth, genre, needle, seed), i, r)
+        for i, n in enumerate(lengths)
+        for r in range(repeats)
+    ]
+    base = PromptSpec(int(lengths[0]), depth, genre, needle, seed)
+    checks = control_asks("warm_cold", base, arm=arm) if controls else []
+    stopped, judged = "", None
+    pairs: list[tuple[Row, Row]] = []
+    with Bench(endpoint, run, probe="warm_cold", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
+        bench.note(lengths=list(lengths), repeats=repeats, warm_sends=warm_sends, depth=depth, seed=seed)
+        asks = [
+            [
+                Ask("warm_cold", s, arm=arm, cache="cold" if send == 0 else "warm", send=send)
+                for send in range(warm_sends + 1)
+            ]
+            for s in specs
+        ]
+        try:
+            bench.plan([*checks, *(a for group in asks for a in group)])
+            judged = run_controls(bench, checks) if controls else None
+            for group in asks:
+                cold, *warm = bench.ask(group)
+                pairs += [(cold, w) for w in warm]
+        except Stopped as reason:
+            stopped = str(reason)
+        proved = [(c, w) for c, w in pairs if c["cache"] == "cold" and w["cache"] == "warm"]
+        details = _paired(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = _describe(pairs, proved, details)
+        rows = [r for pair in pairs for r in pair]
+        return finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_table(pairs), stopped=stopped, details=details
+        )
+
+
+def page_of(pairs: Sequence[tuple[Row, Row]]) -> int | None:
+    """The granule of the prefix cache as the counts show it: the largest power of two dividing all cached counts."""
+    from math import gcd
+
+    common = 0
+    for _, warm in pairs:
+        cached = warm["cached_tokens"] or 0
+        if cached != (warm["prompt_tokens"] or 0) - 1:  # a full hit leaves one token to compute and is no multiple
+            common = gcd(common, cached)
+    return common & -common or None
+
+
+def _paired(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
+    from needlework.analysis.paired import mcnemar
+
+    hits = [(hit(c), hit(w)) for c, w in pairs]
+    cold_only = sum(c == 1 and w == 0 for c, w in hits)
+    warm_only = sum(c == 0 and w == 1 for c, w in hits)
+    return {"discordant": (cold_only, warm_only), "p_value": mcnemar(cold_only, warm_only)}
+
+
+def _describe(pairs: list, proved: list, details: dict[str, Any]) -> tuple[str, str]:
+    if not pairs:
+        return "Nothing was measured.", "not proven"
+    if not proved:
+        cached = {w["cached_tokens"] for _, w in pairs}
+        why = (
+            "the endpoint does not report cached tokens"
+            if cached == {None}
+            else "repeated prompts were not served warm"
+        )
+        return f"Warm was not reached, so nothing is said about it: {why}.", "not proven"
+    cold, warm = [c for c, _ in proved], [w for _, w in proved]
+    text = (
+        f"{len(proved)} of {len(pairs)} pairs are proved cold then warm by cached tokens. Cold: {share(cold)}; "
+        f"warm: {share(warm)}."
+    )
+    cold_only, warm_only = details["discordant"]
+    if cold_only + warm_only == 0:
+        bad = surprising(*outcomes(cold))
+        return text + " No pair differs.", "finding" if bad else "healthy"
+    text += f" {cold_only} pairs are lost only when warm, {warm_only} only when cold (p = {details['p_value']:.2g})."
+    return text, "finding" if details["p_value"] < 0.05 and cold_only + warm_only >= 4 else "not proven"
+
+
+def _table(pairs: list) -> Any:
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    cells: dict[tuple[int, str], list[Row]] = {}
+    for cold, warm in pairs:
+        for state, row in (("cold", cold), ("warm", warm)):
+            cells.setdefault((row["target_tokens"], state), []).append(row)
+    out = []
+    for (length, state), rows in sorted(cells.items()):
+        hits, measured = outcomes(rows)
+        low, high = wilson(hits, measured)
+        cached = [r["cached_tokens"] for r in rows if r["cached_tokens"] is not None]
+        out.append(
+            {
+                "target_tokens": length,
+                "cache": state,
+                "hits": hits,
+                "measured": measured,
+                "low": low,
+                "high": high,
+                "cached_tokens": min(cached) if cached else None,
+                "proved": sum(r["cache"] == state for r in rows),
+            }
+        )
+    columns = ["target_tokens", "cache", "hits", "measured", "low", "high", "cached_tokens", "proved"]
+    return pd.DataFrame(out, columns=columns)
