@@ -130,13 +130,15 @@ class Layout:
 
         Stored fields: codes uint8 [pages, P, n] (n/2 bytes for e2m1), scales (float32, or uint8 exponent/e4m3 bytes),
         rope bfloat16, pad uint8 (the scale row's spare byte), padding uint8 [pages, tail]. `encode` gives `raw` back.
+        The uint8 ones are views of `raw` where strides allow, not copies.
         """
         self.check(raw, page_tokens)
         out: dict[str, Tensor] = {}
         for item in self.fields:
             stored = item.view(raw, page_tokens).flatten(3).flatten(1, 2)
-            out[item.name] = stored.contiguous().view(formats.FORMATS[item.format].stored)
-        out["padding"] = raw[:, page_tokens * self.token_bytes :].contiguous()
+            kind = formats.FORMATS[item.format].stored
+            out[item.name] = stored if kind == torch.uint8 else stored.contiguous().view(kind)
+        out["padding"] = raw[:, page_tokens * self.token_bytes :]
         out["scale_values"] = formats.decode(out["scales"], self["scales"].format)
         out["values"] = self._values(out)
         return out
@@ -246,15 +248,13 @@ class Layout:
         return flat // page_tokens, flat % page_tokens
 
     def _values(self, stored: Mapping[str, Tensor]) -> Tensor:
-        codes = formats.decode(stored["codes"], self["codes"].format)
-        scales = stored["scale_values"]
-        count = codes.shape[-1]
-        values = codes.new_empty(*codes.shape[:-1], self.dim) if "rope" in self else codes
-        torch.mul(
-            codes.unflatten(-1, (scales.shape[-1], -1)),
-            scales.unsqueeze(-1),
-            out=values[..., :count].unflatten(-1, (scales.shape[-1], -1)),
-        )
+        codes, scales = stored["codes"], stored["scale_values"]
+        rows = codes.shape[:-1]
+        values = torch.empty(*rows, self.dim, device=codes.device)
+        count = self["codes"].count
+        if codes.ndim == 2:  # entries rather than pages
+            codes, scales = codes[None], scales[None]
+        formats.dequantise(codes, self["codes"].format, scales, values.view(*codes.shape[:-1], -1)[..., :count])
         if "rope" in self:
             values[..., count:] = stored["rope"]
         return values
