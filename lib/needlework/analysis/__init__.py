@@ -24,6 +24,21 @@ _HOMES = {
     "Comb": "comb",
     "ResidueScan": "comb",
     "comb_test": "comb",
+    "Paired": "paired",
+    "compare": "paired",
+    "e_process": "paired",
+    "e_value": "paired",
+    "flip_noise": "paired",
+    "mcnemar": "paired",
+    "newcombe": "paired",
+    "permutation_test": "paired",
+    "Drift": "drift",
+    "cusum": "drift",
+    "drift": "drift",
+    "Hole": "monotone",
+    "falling_fit": "monotone",
+    "hole": "monotone",
+    "holm": "monotone",
 }
 __all__ = sorted(_HOMES)
 

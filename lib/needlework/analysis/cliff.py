@@ -290,8 +290,8 @@ def constants_in(interval: Sequence[float], config: Mapping[str, float] | None =
     """Constants that lie in `interval` (low, high; tokens, both ends allow one token of counting), most telling first.
 
     `config` may hold `topk`, `ratio` (one number or several), `window`, `page`, `chunk`, `context_limit`, `stash` and
-    `group`; what it does not hold is taken from public defaults only where the formula says "usual". Multiples of a page or
-    a chunk are listed, but marked as not specific when the interval is so wide that it must contain one.
+    `group`; what it does not hold is taken from public defaults only where the formula says "usual". Multiples of a page
+    or a chunk are listed, but marked as not specific when the interval is so wide that it must contain one.
     """
     low, high = float(interval[0]) - 1, float(interval[1]) + 1
     if not high >= low:

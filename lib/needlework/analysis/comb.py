@@ -225,7 +225,8 @@ def comb_test(
 
     Hits (0/1, NaN left out) are compared with trials of like recall: the null shuffles them within the blocks of the
     falling curve that fits them best, so a cliff or a slope is not read as a comb. At least 8 measured trials with
-    distinct lengths are needed, else state "none" with p = 1. A class counts only with two distinct lengths, because one bad length is not a period.
+    distinct lengths are needed, else state "none" with p = 1. A class counts only with two distinct lengths, because
+    one bad length is not a period.
     """
     x, y = np.asarray(list(lengths), float), np.asarray(list(hits), float)
     keep = np.isfinite(x) & np.isfinite(y) & (x >= 1)
