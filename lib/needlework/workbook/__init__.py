@@ -17,11 +17,13 @@ __all__ = [
     "figures",
     "incident",
     "incidents",
+    "machine",
     "open_target",
     "report",
     "runner",
     "source",
     "start",
+    "summary",
     "tables",
     "targets",
 ]
@@ -29,6 +31,7 @@ __all__ = [
 _HOME = {
     "start": "session",
     "source": "session",
+    "summary": "verdict",
     "Incident": "incidents",
     "incident": "incidents",
     "open_target": "targets",

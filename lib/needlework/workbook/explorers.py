@@ -25,6 +25,7 @@ from needlework.workbook import figures, incidents, tables
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_STILLS = 12
+MARK = "nw-x"  # begins every explorer id, so that the report can make ids unique on its page
 _CHOSEN: dict[str, Any] = {}  # explorer id -> last value, so that a re-run of the cell starts where the reader was
 
 
@@ -72,7 +73,7 @@ class Explorer:
         self.note = note
         self.stills = list(stills) if stills is not None else _thin(self.choices, MAX_STILLS)
         digest = hashlib.sha256("\0".join([type(self).__name__, name, note, *map(str, self.choices)]).encode())
-        self.id = f"nw-{digest.hexdigest()[:8]}"
+        self.id = f"{MARK}{digest.hexdigest()[:8]}"
         default = self.choices[0] if start is None else start
         if default not in self.choices:
             raise ValueError(f"the explorer {name!r} cannot start at {default!r}")

@@ -19,6 +19,11 @@ MAX_CHARS = 240
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|[\x9b][0-?]*[ -/]*[@-~]")
 
 
+def strip_ansi(text: str) -> str:
+    """Text without terminal escape sequences."""
+    return _ANSI.sub("", text)
+
+
 def plain(text: object, max_chars: int = MAX_CHARS) -> str:
     """Text from a server, log or dump made safe to *look* at: no ANSI, no control or direction marks, bounded length.
 

@@ -1,0 +1,100 @@
+"""`needlework run` and `needlework report`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+from needlework.workbook import incidents, report, runner, writer
+
+
+def main(argv: list[str]) -> int:
+    """argv: the verb (`run` or `report`) and its arguments. Returns the exit status."""
+    verb, *rest = argv
+    return _run(rest) if verb == "run" else _report(rest)
+
+
+def _run(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="needlework run", description="Execute the notebooks and build the report.")
+    parser.add_argument(
+        "notebook", nargs="*", help="two digits or the start of a name, e.g. 03; all when none is given"
+    )
+    parser.add_argument("--all", action="store_true", help="execute also what is up to date")
+    parser.add_argument("--incident", help=f"a folder of data/incidents (default {incidents.DEFAULT})")
+    parser.add_argument(
+        "--target", help="lab, lab:pd:F14, vllm, http://…, recorded:<run>; default: what the incident says"
+    )
+    parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
+    parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default 2)")
+    parser.add_argument("--timeout", type=float, default=runner.TIMEOUT_S, help="seconds for one notebook")
+    parser.add_argument("--no-report", action="store_true", help="execute only")
+    options = parser.parse_args(argv)
+    root = incidents.root()
+    if options.keep:
+        return _keep(options.keep, root)
+    plan = _plan(root, options.incident, options.target)
+    began = time.perf_counter()
+    try:
+        results = runner.run(
+            plan,
+            options.notebook or plan.notebooks,
+            everything=options.all,
+            jobs=options.jobs,
+            timeout_s=options.timeout,
+        )
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    failed = [d.name for d in results if d.error]
+    if failed:
+        print(f"needlework run: {len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    if not options.no_report:
+        page = report.build(plan)
+        seconds = time.perf_counter() - began
+        print(f"{page.relative_to(root)}  {page.stat().st_size / 1e6:.1f} MB  ({seconds:.0f} s in all)")
+    return 0
+
+
+def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
+    name = incident or os.environ.get("NEEDLEWORK_INCIDENT") or incidents.DEFAULT
+    target = target or os.environ.get("NEEDLEWORK_TARGET") or None
+    if incident or incidents.names():
+        bundle = incidents.incident(name)
+        settings = bundle.settings.get("workbook", {})
+        default = None if name == incidents.DEFAULT else settings.get("target")
+        return runner.Plan(root, name, target or default, tuple(settings.get("notebooks", ())))
+    return runner.Plan(root, name, target)
+
+
+def _keep(name: str, root: Path) -> int:
+    for twin in runner.choose([name], root):
+        notebook = writer.notebook_path(twin)
+        if not notebook.is_file():
+            raise ValueError(f"there is no notebooks/{notebook.name} to take cells from; execute it first")
+        changed = writer.write_twin(notebook, twin)
+        print(f"{twin.relative_to(root)}  {'changed' if changed else 'as before'}")
+    return 0
+
+
+def _report(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="needlework report", description="Build the report from the notebooks as they are."
+    )
+    parser.add_argument("--incident", help=f"a folder of data/incidents (default {incidents.DEFAULT})")
+    parser.add_argument("--target", help="the target that the notebooks were executed on, where it was not the default")
+    parser.add_argument(
+        "--picture", type=Path, metavar="PNG", help="also take a picture of the top of the report (needs Chromium)"
+    )
+    options = parser.parse_args(argv)
+    root = incidents.root()
+    plan = _plan(root, options.incident, options.target)
+    page = report.build(plan)
+    print(f"{page.relative_to(root)}  {page.stat().st_size / 1e6:.1f} MB")
+    if options.picture:
+        report.take_picture(page, options.picture)
+        print(options.picture)
+    return 0

@@ -1,0 +1,98 @@
+"""Is this machine fit for the workbook? Each need with what it is for, whether it is met, and what to do if not.
+
+Only yes or no is shown, never a measured figure, a host or a path: the table is the same wherever the needs are met.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from needlework.workbook import incidents, tables
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Fitness:
+    """What `fitness` found: one row per need (need, for, required, met, remedy)."""
+
+    table: pd.DataFrame
+
+    @property
+    def fit(self) -> bool:
+        """Whether everything that the default target requires is met."""
+        return bool(self.table.loc[self.table["required"], "met"].all())
+
+    @property
+    def missing(self) -> list[str]:
+        return [str(n) for n in self.table.loc[self.table["required"] & ~self.table["met"], "need"]]
+
+    def __str__(self) -> str:
+        return "this machine is fit" if self.fit else f"this machine lacks: {', '.join(self.missing)}"
+
+    def _repr_html_(self) -> str:
+        shown = self.table.assign(
+            met=[
+                "yes" if m else ("NO" if r else "no")
+                for m, r in zip(self.table["met"], self.table["required"], strict=True)
+            ],
+            required=["required" if r else "optional" for r in self.table["required"]],
+        )
+        shown["remedy"] = shown["remedy"].where(shown["met"] != "yes", "")
+        return tables.to_html(tables.table(shown, "What the workbook needs of this machine"))
+
+
+def memory_bytes() -> int:
+    """Memory that this process may use: the machine's, or less where a control group limits it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        path = Path(name)
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def fitness() -> Fitness:
+    """Check what the notebooks need on the default target; nothing is started, nothing is sent."""
+    root = incidents.root()
+    names = ("torch", "triton", "zmq", "uvicorn", "ipywidgets")
+    have = {name: importlib.util.find_spec(name) is not None for name in names}
+    tools = {name: shutil.which(name) is not None for name in ("ssh", "journalctl")}
+    linux = platform.system() == "Linux" and sys.maxsize > 2**32
+    cores, memory = (os.cpu_count() or 1) >= 2, memory_bytes() >= 4 * GIB
+    disk, writable = shutil.disk_usage(root).free >= GIB, os.access(root, os.W_OK)
+    made, debian = "make run installs it", "Debian: apt-get install"
+    required = [
+        ("Python 3.11 or newer", "everything", sys.version_info >= (3, 11), "set PYTHON and run make again"),
+        ("Linux on a 64-bit machine", "the router, Triton's interpreter", linux, "use a Linux machine or container"),
+        ("2 cores or more", "two notebooks at a time, prefill beside decode", cores, "expect twice the time"),
+        ("4 GiB of memory", "the deployment in a box as a pair", memory, "run one notebook at a time"),
+        ("1 GiB of free disk", "executed notebooks, runs, report", disk, "free some space"),
+        ("a folder that can be written", "executed notebooks, report", writable, "use a clone of your own"),
+        ("torch", "references, page codecs, the lab's model", have["torch"], made),
+        ("pyzmq and uvicorn", "the lab's transfer and its HTTP", have["zmq"] and have["uvicorn"], made),
+        ("ipywidgets", "sliders and pickers", have["ipywidgets"], made),
+    ]
+    optional = [
+        ("Triton", "our kernel twins, in its interpreter without a GPU", have["triton"], "the references still run"),
+        ("Chromium", "tests of the report, the README's picture", _chromium(), f"{debian} chromium"),
+        ("OpenSSH client", "collecting evidence from other hosts", tools["ssh"], f"{debian} openssh-client"),
+        ("journalctl", "reading a saved systemd journal", tools["journalctl"], f"{debian} systemd"),
+    ]
+    rows = [(*row, True) for row in required] + [(*row, False) for row in optional]
+    frame = pd.DataFrame(rows, columns=["need", "for", "met", "remedy", "required"])
+    return Fitness(frame[["need", "for", "required", "met", "remedy"]])
+
+
+def _chromium() -> bool:
+    from needlework.workbook.report import browser
+
+    return browser() is not None

@@ -1,0 +1,149 @@
+"""A notebook as an HTML fragment: markdown with MathML, folded code, outputs with their alt text. No script, nothing
+fetched."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import latex2mathml.converter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbformat import NotebookNode
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+from needlework.workbook import figures, tables
+from needlework.workbook.explorers import MARK
+
+# richest form first; the live widget view is not among them, its still is text/html
+ORDER = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain")
+MAX_TEXT = 20_000
+_NOTEBOOK_LINK = re.compile(r"(?:\./|\.\./|notebooks/)*(\d\d)_\w+\.(?:ipynb|py)(?:#.*)?$")
+_FORMATTER = HtmlFormatter(nowrap=True)
+
+
+def mathml(tex: str, display: bool) -> str:
+    """TeX as MathML; TeX that cannot be read is shown as code."""
+    try:
+        return latex2mathml.converter.convert(tex, display="block" if display else "inline")
+    except Exception:
+        return f"<code>{html.escape(tex)}</code>"
+
+
+class Renderer(IPythonRenderer):
+    """nbconvert's markdown renderer with maths as MathML, headings one level lower, and links between notebooks kept
+    inside the page."""
+
+    def __init__(self, prefix: str, **options: Any):
+        super().__init__(**options)
+        self.prefix = prefix
+        self.headings: list[tuple[int, str]] = []
+
+    def block_math(self, body: str) -> str:
+        return mathml(body, True)
+
+    def multiline_math(self, text: str) -> str:
+        return mathml(text.strip("$"), True)
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return mathml(rf"\begin{{{name}}}{body}\end{{{name}}}", True)
+
+    def inline_math(self, body: str) -> str:
+        return mathml(body, False)
+
+    def heading(self, text: str, level: int, **attrs: Any) -> str:
+        words = html.unescape(re.sub(r"<[^>]+>", "", text))
+        self.headings.append((level, words))
+        anchor = f"{self.prefix}-{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}-{len(self.headings)}"
+        return f'<h{min(level + 1, 6)} id="{anchor}">{text}</h{min(level + 1, 6)}>\n'
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        if match := _NOTEBOOK_LINK.fullmatch(url):
+            return f'<a href="#nb{match[1]}">{text}</a>'
+        if re.match(r"https?://|mailto:|#", url):
+            return f'<a href="{html.escape(url)}" rel="noreferrer">{text}</a>'
+        return f"<span>{text}</span>"  # a file of the repository: nothing to open beside a single page
+
+
+def markdown(text: str, prefix: str, *, trusted: bool) -> tuple[str, list[tuple[int, str]]]:
+    """Markdown as HTML and its headings (level, text). Raw HTML passes only when trusted: the notebook's own cells,
+    never an output."""
+    renderer = Renderer(prefix, escape=not trusted)
+    return str(MarkdownWithMath(renderer=renderer).render(text)), renderer.headings
+
+
+def code(source: str) -> str:
+    """A code cell, folded; its first line that is not an import names it."""
+    lines = [
+        x for x in source.splitlines() if x.strip() and not x.startswith(("import ", "from ", "#"))
+    ] or source.splitlines()
+    first = tables.escape(lines[0] if lines else "", 80)
+    body = highlight(source, PythonLexer(), _FORMATTER)
+    return (
+        f'<details class="code"><summary><span>Code</span> <code>{first}</code></summary>'
+        f'<pre class="highlight"><code>{body}</code></pre></details>'
+    )
+
+
+def output(out: NotebookNode, prefix: str, what: str) -> str:
+    """One output as HTML; prefix makes ids unique on the page, what names the place for a screen reader."""
+    if out.output_type == "stream":
+        return _text(out.text)
+    if out.output_type == "error":
+        return f'<div class="error">{_text(f"{out.ename}: {out.evalue}")}</div>'
+    data = out.data
+    mime = next((m for m in ORDER if m in data), None)
+    if mime is None:
+        return ""
+    value = "".join(data[mime]) if isinstance(data[mime], list) else data[mime]
+    if mime == "text/html":
+        value = re.sub(rf"\b{MARK}([0-9a-f]{{8}})", rf"{MARK}{prefix}-\1", value)
+        wide = f' tabindex="0" role="region" aria-label="{html.escape(what)}"' if "<table" in value else ""
+        return f'<div class="out wide"{wide}>{value}</div>'
+    if mime == "text/markdown":
+        return f'<div class="out">{markdown(value, prefix, trusted=False)[0]}</div>'
+    if mime.startswith("image/"):
+        alt = out.metadata.get(mime, {}).get("alt") or out.metadata.get("alt") or ""
+        return f"<figure>{figures.Picture(mime, value, alt).to_img()}</figure>"
+    return _text(value)
+
+
+def _text(text: str) -> str:
+    text = tables.strip_ansi(text)
+    cut = f"\n… {len(text) - MAX_TEXT:,} more characters" if len(text) > MAX_TEXT else ""
+    return f'<pre class="out">{html.escape(text[:MAX_TEXT] + cut)}</pre>'
+
+
+def notebook(nb: NotebookNode, number: str) -> tuple[str, str, str]:
+    """The notebook's (title, question, HTML body without its H1). number: its two digits."""
+    parts: list[str] = []
+    title, question = "", ""
+    for place, cell in enumerate(nb.cells):
+        tags = cell.metadata.get("tags", ())
+        if "remove-cell" in tags:
+            continue
+        prefix = f"nb{number}-{place}"
+        if cell.cell_type == "markdown":
+            body, headings = markdown(cell.source, prefix, trusted=True)
+            if not title and headings and headings[0][0] == 1:
+                title = headings[0][1]
+                body = re.sub(r"<h2 .*?</h2>\s*", "", body, count=1, flags=re.S)
+                paragraph = re.search(r"<p>(.*?)</p>", body, re.S)
+                question = html.unescape(re.sub(r"<[^>]+>", "", paragraph[1])).strip() if paragraph else ""
+            parts.append(f'<div class="md">{body}</div>')
+        elif cell.cell_type == "code":
+            if "hide-input" not in tags:
+                parts.append(code(cell.source))
+            for i, out in enumerate(cell.outputs):
+                parts.append(output(out, f"{prefix}-{i}", f"Output of notebook {number}, cell {place + 1}"))
+    return title, question, "\n".join(parts)
+
+
+def code_css() -> str:
+    """Colours for code, for light and dark."""
+    light = HtmlFormatter(style="default").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    strip = r"(?m)^(?:pre|td|span)\S* .*$|background(?:-color)?: [^;}]*;?"
+    return f"{re.sub(strip, '', light)}@media (prefers-color-scheme: dark) and screen{{{re.sub(strip, '', dark)}}}"

@@ -1,0 +1,63 @@
+"""The half page at the top of a report: symptom, verdict, evidence, confidence, next step, as the verdict notebook
+found them."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from needlework.workbook.tables import escape, plain
+
+MIME = "application/vnd.needlework.summary+json"
+FIELDS = ("symptom", "verdict", "evidence", "confidence", "next_step")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What an engineer who was not there reads first. `evidence` is a list of sentences, each with its numbers."""
+
+    symptom: str
+    verdict: str
+    evidence: tuple[str, ...]
+    confidence: str
+    next_step: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict} (confidence: {self.confidence}). Next: {self.next_step}"
+
+    def rows(self) -> list[tuple[str, str]]:
+        """(heading, HTML) pairs, escaped."""
+        evidence = "".join(f"<li>{escape(line, 400)}</li>" for line in self.evidence[:12])
+        return [
+            ("Symptom", f"<p>{escape(self.symptom, 600)}</p>"),
+            ("Verdict", f"<p><strong>{escape(self.verdict, 600)}</strong></p>"),
+            ("Evidence", f"<ul>{evidence}</ul>"),
+            ("Confidence", f"<p>{escape(self.confidence, 400)}</p>"),
+            ("Next step", f"<p>{escape(self.next_step, 600)}</p>"),
+        ]
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        body = "".join(f"<dt>{html.escape(name)}</dt><dd>{text}</dd>" for name, text in self.rows())
+        return {
+            MIME: {**{f: getattr(self, f) for f in FIELDS}, "evidence": list(self.evidence)},
+            "text/html": f'<dl class="nw-summary">{body}</dl>',
+            "text/plain": str(self),
+        }
+
+
+def summary(*, symptom: str, verdict: str, evidence: Iterable[str], confidence: str, next_step: str) -> Summary:
+    """The verdict notebook's result; displayed there, and taken from its output to the top of the report."""
+    lines = (evidence,) if isinstance(evidence, str) else tuple(map(str, evidence))
+    return Summary(str(symptom), str(verdict), lines, str(confidence), str(next_step))
+
+
+def from_mapping(values: Mapping[str, Any]) -> Summary | None:
+    """A Summary from JSON (a notebook's output or a ledger's summary); None when it has no verdict."""
+    if not isinstance(values, Mapping) or not values.get("verdict"):
+        return None
+    evidence = values.get("evidence") or ()
+    lines = (evidence,) if isinstance(evidence, str) else tuple(plain(e, 400) for e in evidence)
+    symptom, verdict, _, confidence, next_step = (str(values.get(f) or "not recorded") for f in FIELDS)
+    return Summary(symptom, verdict, lines, confidence, next_step)
