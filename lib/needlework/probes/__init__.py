@@ -1,22 +1,38 @@
 """Instruments: one file, one question. Each sends prompts to an endpoint, keeps a journal, and returns a result."""
 
+from .abort import abort
 from .arms import compare_arms
+from .bench import Bench
 from .budget import Budget, Limits
+from .cliff import find_cliff
 from .journal import Journal, Recorded
+from .load import drift, echo
 from .prompts import PromptSpec
 from .recall import depth_profile, recall
+from .residues import scan_residues
 from .result import Result
+from .text import coherence, pool
 from .turns import turns
+from .warmth import warm_cold
 
 __all__ = [
+    "Bench",
     "Budget",
     "Journal",
     "Limits",
     "PromptSpec",
     "Recorded",
     "Result",
+    "abort",
+    "coherence",
     "compare_arms",
     "depth_profile",
+    "drift",
+    "echo",
+    "find_cliff",
+    "pool",
     "recall",
+    "scan_residues",
     "turns",
+    "warm_cold",
 ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import needlework
-from needlework.serving import Endpoint, TransportError, dialects
+from needlework.serving import Endpoint, Reply, TransportError, dialects
 from needlework.serving import run as run_coroutine
 
 from . import prompts
@@ -160,7 +160,7 @@ class Bench:
         """
         asks = list(asks)
         for a in asks:
-            self._values.update(dict.fromkeys((f.value for f in prompts.facts_of(a.prompt)[0] if f.value), a.trial_id))
+            self.remember(a)
         missing = [a for a in asks if self.journal.get(a.trial_id, final=self.replay) is None]
         if missing and self.replay:
             a = missing[0]
@@ -175,9 +175,13 @@ class Bench:
             self.used.setdefault(a.trial_id)
         return [self.journal.rows[a.trial_id] for a in asks]
 
-    def built(self, ask: Ask) -> Prompt:
+    def remember(self, ask: Ask) -> None:
+        """Values of this prompt are known from now on: met in another answer, they are foreign content."""
+        self._values.update(dict.fromkeys((f.value for f in prompts.facts_of(ask.prompt)[0] if f.value), ask.trial_id))
+
+    async def build(self, ask: Ask) -> Prompt:
         """The prompt of an ask, built now if it was not."""
-        return run_coroutine(self._build(ask.prompt))
+        return await (self.builder or self)._build(ask.prompt)
 
     def trials(self) -> pd.DataFrame:
         """This instrument's trials so far."""
@@ -269,11 +273,14 @@ class Bench:
             )
         return await self._send(a, prompt, prepare)
 
-    async def _send(self, a: Ask, prompt: Prompt, prepare: Prepare | None) -> Row:
-        """Send an ask, grade the answer, write the row, and return it."""
-        assert self.endpoint is not None
-        found = self.endpoint.capabilities
-        row: Row = {
+    async def trial(self, a: Ask) -> Row:
+        """One ask from within a coroutine: the journal's row, or send it now."""
+        known = self.journal.get(a.trial_id, final=self.replay)
+        return known if known is not None else await self._one(a)
+
+    def row(self, a: Ask, prompt: Prompt) -> Row:
+        """The part of a row that is known before anything is sent."""
+        return {
             "trial_id": a.trial_id,
             "run": self.journal.name,
             "probe": "control" if prompt.spec.control else a.probe,
@@ -298,16 +305,34 @@ class Bench:
             "needle": prompt.spec.needle,
             "prompt_sha": prompt.sha256,
         }
+
+    def write(self, row: Row) -> Row:
+        """Keep a finished row."""
+        self.journal.append(row)
+        self.used.setdefault(row["trial_id"])
+        return row
+
+    def count_sent(self, prompt: Prompt) -> None:
+        """For instruments that send themselves: the budget's limits count what they send."""
+        self._stop_if_over()
+        self.sent += 1
+        self.sent_tokens += prompt.counted_tokens
+
+    async def _send(self, a: Ask, prompt: Prompt, prepare: Prepare | None) -> Row:
+        """Send an ask, grade the answer, write the row, and return it."""
+        assert self.endpoint is not None
+        found = self.endpoint.capabilities
+        row = self.row(a, prompt)
         self.sent += 1
         self.sent_tokens += prompt.counted_tokens
         # the same text again and yet cold: only a salt in the request does that
         salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
         fields = found.fields(salt=salt, thinking=self.thinking)
         messages = prompt.messages
+        more: Row = {}
         try:
             if prepare is not None:
                 messages, more = await prepare(a, prompt, self.endpoint)
-                row |= more
             reply = await self.endpoint.chat(
                 messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs, fields=fields
             )
@@ -319,13 +344,21 @@ class Bench:
                 raise Stopped(f"{self._failures} requests in a row failed; the last: {error.reason}") from None
             return row
         self._failures = 0
+        if reply.prompt_tokens is not None:
+            self._learn(prompt, reply.prompt_tokens)
+        row |= self.columns(a, prompt, reply) | more
+        row["error"] = self._length_error(prompt, reply.prompt_tokens) if prepare is None else None
+        self.journal.append(row)
+        return row
+
+    def columns(self, a: Ask, prompt: Prompt, reply: Reply) -> Row:
+        """The part of a row that a reply decides."""
         own = {f.value for f in prompt.facts}
         elsewhere = {v: t for v, t in self._values.items() if t != a.trial_id and v not in own}
         result = grade(reply, prompt.expected, prompt.facts, elsewhere)
-        if reply.prompt_tokens is not None:
-            self._learn(prompt, reply.prompt_tokens)
-        row |= {
-            "prompt_tokens": reply.prompt_tokens if reply.prompt_tokens is not None else row["counted_tokens"],
+        counted = prompt.counted_tokens if prompt.exact else None
+        return {
+            "prompt_tokens": reply.prompt_tokens if reply.prompt_tokens is not None else counted,
             "answer": result.answer,
             "outcome": result.outcome,
             "score": result.score,
@@ -342,10 +375,7 @@ class Bench:
             "accept_length": reply.accept_length,
             "worker": reply.worker,
             "fingerprint": reply.fingerprint,
-            "error": self._length_error(prompt, reply.prompt_tokens) if prepare is None else None,
         }
-        self.journal.append(row)
-        return row
 
     async def _build(self, spec: PromptSpec) -> Prompt:
         key = prompts.digest(spec.as_dict())

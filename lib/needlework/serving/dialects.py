@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -105,7 +106,7 @@ async def probe(endpoint: Endpoint) -> Capabilities:
     notes: list[str] = []
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
-    salt = await _accepted_field(endpoint, hello, {"cache_salt": "needlework", "extra_key": "needlework"}, info, notes)
+    salt = await _accepted_field(endpoint, hello, ("cache_salt", "extra_key"), notes)
     thinking, thinks = await _thinking(endpoint, hello, first)
     found = Capabilities(
         engine=_engine(marks, metrics_text),
@@ -292,7 +293,7 @@ async def _tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) -
 
 
 async def _accepted_field(
-    endpoint: Endpoint, hello: list[Message], fields: dict[str, str], info: dict[str, Any], notes: list[str]
+    endpoint: Endpoint, hello: list[Message], names: tuple[str, ...], notes: list[str]
 ) -> str | None:
     """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
     if not await _reports_cached(endpoint, hello):
@@ -304,8 +305,9 @@ async def _accepted_field(
     if again is None or not again.cached_tokens:
         notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
         return None
-    for name, value in fields.items():
-        salted = await _try(endpoint.chat(text, max_tokens=1, fields={name: value}))
+    for name in names:
+        # a salt used in an earlier probe would be warm already
+        salted = await _try(endpoint.chat(text, max_tokens=1, fields={name: secrets.token_hex(8)}))
         if salted is not None and salted.cached_tokens is not None and salted.cached_tokens < again.cached_tokens:
             return name
     notes.append("no salt field is honoured; cold prompts start with a new first line instead")

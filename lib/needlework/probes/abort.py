@@ -1,0 +1,223 @@
+"""What an interruption leaves behind: abort a request at a stage, then judge bystanders, follow-ups and counters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from needlework.serving import Endpoint, TransportError, dialects
+from needlework.serving import run as run_coroutine
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .controls import control_asks, harness_sentence, run_controls
+from .prompts import PromptSpec
+from .recall import surprising
+from .result import Result, finish, outcomes, share
+
+# share of the expected time to first token at which the request is dropped; decode waits for the first token
+STAGES = {"queued": 0.0, "prefill": 0.4, "transfer": 0.95, "decode": None}
+ROLES = ("bystander", "followup", "after")
+SETTLE_S = 10.0
+
+
+def abort(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    stages: Sequence[str] = ("queued", "prefill", "transfer", "decode"),
+    rounds: int = 3,
+    length: int = 4096,
+    how: str = "disconnect",
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    controls: bool = True,
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> Result:
+    """Abort own requests at each stage, `rounds` times, and check what others and later requests see.
+
+    how     "disconnect" (works everywhere), or "call": the server's abort route, where one was found. Only requests
+            that this instrument sent are aborted, never others'.
+
+    Each round sends a victim and a bystander together, drops the victim, then asks the victim's question again (its
+    prefix may be cached: `followup`) and one fresh question (`after`: pages may be reused). `.table` has one row a
+    stage and role; `.details` holds `dishonest` (aborted answers that claim another finish reason) and `stuck` (rounds
+    after which the running-requests gauge did not return; None when no gauge is offered).
+    """
+    for stage in stages:
+        if stage not in STAGES:
+            raise ValueError(f"unknown stage {stage!r}; choose from {', '.join(STAGES)}")
+    if how not in ("disconnect", "call"):
+        raise ValueError("an abort is made by disconnect or by call")
+    base = PromptSpec(length, 0.3, genre, needle, seed)
+    checks = control_asks("abort", base, arm=arm) if controls else []
+    groups = [
+        {role: _ask(base, arm, stage, role, i, r, how) for role in ("victim", *ROLES)}
+        for r in range(rounds)
+        for i, stage in enumerate(stages)
+    ]
+    stopped, judged = "", None
+    rows: list[Row] = []
+    with Bench(endpoint, run, probe="abort", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
+        bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=seed)
+        try:
+            bench.plan([*checks, *(a for g in groups for a in g.values())])
+            judged = run_controls(bench, checks) if controls else None
+            if how == "call" and bench.capabilities.abort_path is None:
+                raise ValueError("this endpoint has no abort route; use how='disconnect'")
+            pace = _pace(bench, base, arm, rows)
+            for group in groups:
+                for a in group.values():
+                    bench.remember(a)
+                if bench.journal.get(group["victim"].trial_id, final=bench.replay) is None and not bench.replay:
+                    run_coroutine(_interrupt(bench, group, pace, how))
+                rows += bench.ask(group.values())
+        except Stopped as reason:
+            stopped = str(reason)
+        judged_rows = [r for r in rows if not r["label"].startswith("victim")]
+        details = _facts([r for r in rows if r["label"].startswith("victim")])
+        if judged is not None and not judged.passed:
+            sentence, verdict = harness_sentence(judged), "harness"
+        else:
+            sentence, verdict = _describe(judged_rows, details)
+        return finish(bench, judged_rows, sentence=sentence, verdict=verdict, table=_table(judged_rows),
+                      stopped=stopped, details=details)  # fmt: skip
+
+
+def _ask(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how: str) -> Ask:
+    # the follow-up is the victim's prompt again; the others are fresh
+    kind = "victim" if role == "followup" else role
+    spec = with_seed(base, i, r, ("victim", "bystander", "after").index(kind))
+    if role == "bystander":  # long enough to be under way when the victim is dropped
+        spec = replace(spec, target_tokens=max(512, base.target_tokens // 2))
+    warm = "warm" if role == "followup" else "cold"
+    return Ask("abort", spec, arm=arm, repeat=r, label=f"{role}/{stage}/{how}", cache=warm, concurrency=2)
+
+
+def _pace(bench: Bench, base: PromptSpec, arm: str, rows: list[Row]) -> float:
+    """Seconds to the first token of an undisturbed request of the victim's length."""
+    (calm,) = bench.ask([Ask("abort", with_seed(base, 99), arm=arm, label="calm/none/none")])
+    rows.append(calm)
+    return float(calm.get("ttft_s") or calm.get("latency_s") or 0.2)
+
+
+async def _interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str) -> None:
+    """Victim and bystander together; the victim is dropped at its stage; the gauges are read before and after."""
+    assert bench.endpoint is not None
+    victim = group["victim"]
+    prompt = await bench.build(victim)
+    await bench.build(group["bystander"])
+    bench.count_sent(prompt)
+    before = await _gauges(bench.endpoint)
+    bystander = asyncio.create_task(bench.trial(group["bystander"]))
+    row = bench.row(victim, prompt) | {"outcome": "cut", "prompt_tokens": prompt.counted_tokens}
+    row |= await _drop(bench.endpoint, prompt.messages, victim, pace, how)
+    await bystander
+    after = await _settled(bench.endpoint, before)
+    row |= {f"{name}_before": v for name, v in before.items()} | {f"{name}_after": v for name, v in after.items()}
+    bench.write(row)
+
+
+async def _drop(endpoint: Endpoint, messages: list, victim: Ask, pace: float, how: str) -> dict[str, Any]:
+    stage = victim.label.split("/")[1]
+    first = asyncio.Event()
+    rid = f"needlework-{victim.trial_id}"
+    fields = {"rid": rid} if how == "call" else {}
+    sending = asyncio.create_task(endpoint.chat(messages, max_tokens=256, on_first_token=first, fields=fields))
+    delay = STAGES[stage]
+    if delay is None:
+        waiting = asyncio.create_task(first.wait())
+        await asyncio.wait({sending, waiting}, timeout=20 * pace + 30, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+    else:
+        await asyncio.wait({sending}, timeout=max(0.01, delay * pace))
+    if sending.done():  # the answer was faster than the abort
+        with contextlib.suppress(TransportError):
+            return {"finish_reason": sending.result().finish_reason, "aborted": "too late"}
+        return {"aborted": "failed by itself"}
+    if how == "call":
+        path = endpoint.capabilities.abort_path
+        try:
+            await endpoint.post_text(path, {"rid": rid})
+            reply = await asyncio.wait_for(sending, SETTLE_S)
+            return {"finish_reason": reply.finish_reason, "answer": reply.text[:200], "aborted": "by call"}
+        except (TransportError, TimeoutError) as error:
+            return {"error": endpoint.scrub(error), "aborted": "by call"}
+        finally:
+            sending.cancel()
+    sending.cancel()
+    with contextlib.suppress(asyncio.CancelledError, TransportError):
+        await sending
+    return {"aborted": "by disconnect"}
+
+
+async def _gauges(endpoint: Endpoint) -> dict[str, float | None]:
+    found = await dialects.read_metrics(endpoint)
+    return {name: found[name] for name in ("running", "waiting", "kv_used", "aborted")}
+
+
+async def _settled(endpoint: Endpoint, before: dict[str, float | None]) -> dict[str, float | None]:
+    """The gauges once the running requests are back at their base, or after ten seconds as they are."""
+    deadline = asyncio.get_running_loop().time() + SETTLE_S
+    while True:
+        after = await _gauges(endpoint)
+        back = after["running"] is None or before["running"] is None or after["running"] <= before["running"]
+        if back or asyncio.get_running_loop().time() > deadline:
+            return after
+        await asyncio.sleep(0.2)
+
+
+def _facts(victims: list[Row]) -> dict[str, Any]:
+    aborted = [v for v in victims if str(v.get("aborted", "")).startswith("by")]
+    reasons = [str(v["finish_reason"]) for v in aborted if v.get("finish_reason")]
+    gauged = [v for v in aborted if v.get("running_after") is not None and v.get("running_before") is not None]
+    return {
+        "aborted": len(aborted),
+        "too_late": sum(v.get("aborted") == "too late" for v in victims),
+        "dishonest": [r for r in reasons if "abort" not in r and "cancel" not in r],
+        "stuck": sum(v["running_after"] > v["running_before"] for v in gauged) if gauged else None,
+    }
+
+
+def _describe(rows: list[Row], details: dict[str, Any]) -> tuple[str, str]:
+    judged = [r for r in rows if r["label"].split("/")[0] in ROLES]
+    if not details["aborted"] or not outcomes(judged)[1]:
+        return "No request could be aborted in time; use longer prompts.", "not proven"
+    by = {role: [r for r in judged if r["label"].startswith(role + "/")] for role in ROLES}
+    text = f"After {details['aborted']} aborts: bystanders {share(by['bystander'])}; the aborted prompt asked again "
+    text += f"{share(by['followup'])}; fresh prompts afterwards {share(by['after'])}."
+    bad = any(surprising(*outcomes(r), tests=3) for r in by.values())
+    foreign = [r for r in judged if str(r.get("answered_from") or "").startswith("trial:")]
+    if foreign:
+        text += f" {len(foreign)} answers hold the value of another request."
+    if details["dishonest"]:
+        text += f" {len(details['dishonest'])} aborted answers claim to have ended by {details['dishonest'][0]!r}."
+    if details["stuck"]:
+        text += f" After {details['stuck']} aborts the running-requests gauge did not come back."
+    finding = bad or foreign or details["dishonest"] or details["stuck"]
+    return text, "finding" if finding else "healthy"
+
+
+def _table(rows: list[Row]) -> Any:
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    cells: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        role, stage, _ = row["label"].split("/")
+        cells.setdefault((stage, role), []).append(row)
+    out = []
+    for (stage, role), members in cells.items():
+        hits, measured = outcomes(members)
+        low, high = wilson(hits, measured)
+        out.append({"stage": stage, "role": role, "hits": hits, "measured": measured, "low": low, "high": high})
+    return pd.DataFrame(out, columns=["stage", "role", "hits", "measured", "low", "high"])
