@@ -14,7 +14,6 @@ Figure with alt text
 from __future__ import annotations
 
 import hashlib
-import html
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -112,7 +111,7 @@ class Explorer:
                 f'<input type="radio" name="{self.id}" id="{self.id}-{i}"{checked}>'
                 f'<label for="{self.id}-{i}">{label}</label>'
             )
-            caption = f"<p class='nw-choice'>{html.escape(self.name)}: {label}</p>"
+            caption = f"<p class='nw-choice'>{tables.escape(self.name, 80)}: {label}</p>"
             bodies.append(f"<div>{caption}{self.frame(choice)}</div>")
             rules.append(f"#{self.id}-{i}:checked~.nw-frames>:nth-child({i + 1})")
         style = (
@@ -121,10 +120,10 @@ class Explorer:
         )
         left_out = len(self.choices) - len(shown)
         more = f" {left_out} further choices in JupyterLab." if left_out else ""
-        note = f"<p>{html.escape(self.note + more)}</p>" if self.note or more else ""
+        note = f"<p>{tables.escape(self.note + more, 600)}</p>" if self.note or more else ""
         return (
             f'<div class="nw-still" id="{self.id}"><style>{style}</style>'
-            f"<fieldset><legend>{html.escape(self.name)}</legend>"
+            f"<fieldset><legend>{tables.escape(self.name, 80)}</legend>"
             f'{"".join(buttons)}<div class="nw-frames">{"".join(bodies)}</div></fieldset>{note}</div>'
         )
 
@@ -138,7 +137,12 @@ class Explorer:
 
         options = [(tables.plain(self.label(c), 60), c) for c in self.choices]
         kind = ipywidgets.SelectionSlider if self.control == "slider" else ipywidgets.Dropdown
-        control = kind(options=options, value=self.value, description=self.name, style={"description_width": "initial"})
+        control = kind(
+            options=options,
+            value=self.value,
+            description=tables.plain(self.name, 80),
+            style={"description_width": "initial"},
+        )
         picture = ipywidgets.HTML(value=self.frame(self.value))
 
         def moved(change: Any) -> None:
@@ -146,7 +150,7 @@ class Explorer:
             picture.value = self.frame(self.value)
 
         control.observe(moved, names="value")
-        note = [ipywidgets.HTML(value=f"<p>{html.escape(self.note)}</p>")] if self.note else []
+        note = [ipywidgets.HTML(value=f"<p>{tables.escape(self.note, 600)}</p>")] if self.note else []
         return ipywidgets.VBox([control, picture, *note])
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import platform
 import random
+import sys
 import textwrap
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +43,7 @@ class Start:
 
 
 def start(title: str, *, seed: int = 0) -> Start:
-    """Seed random, numpy and torch, set the figure style, and print one line of versions.
+    """Seed random, numpy and (where it is imported) torch, set the figure style, and print one line of versions.
 
     The line carries no time and no host, so that two executions of a notebook give the same bytes.
     """
@@ -52,12 +53,8 @@ def start(title: str, *, seed: int = 0) -> Start:
 
     random.seed(seed)
     np.random.seed(seed)
-    try:
-        import torch
-
-        torch.manual_seed(seed)
-    except ImportError:  # the report can be rebuilt where torch is not installed
-        pass
+    if "torch" in sys.modules:  # a notebook that does not use torch need not wait for it
+        sys.modules["torch"].manual_seed(seed)
     figures.use_style()
     result = Start(title, seed, versions())
     print(result)

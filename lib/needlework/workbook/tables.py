@@ -85,7 +85,7 @@ def table(
     data.columns = pd.Index(_unique(plain(c, 80) for c in data.columns))
     note = f" (first {max_rows:,} of {total:,} rows)" if total > max_rows else ""
     uuid = hashlib.sha256(f"{caption}|{'|'.join(map(str, data.columns))}".encode()).hexdigest()[:8]
-    styler = Styler(data, uuid=uuid, cell_ids=False).set_caption(html.escape(caption + note))
+    styler = Styler(data, uuid=uuid, cell_ids=False).set_caption(escape(caption + note, 300))
     styler = styler.format(_shown(digits), subset=list(data.columns))
     for column, wanted in (formats or {}).items():
         styler = styler.format(_formatter(wanted), subset=[column])

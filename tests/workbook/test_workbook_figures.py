@@ -1,0 +1,98 @@
+"""Figures: one style, the same bytes every time, alt text that says something, hostile labels shown as text."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from needlework.workbook import figures
+
+HOSTILE = "<script>alert(1)</script>\x1b[31m $x^2$"
+
+
+def trials() -> pd.DataFrame:
+    rows = [
+        {"arm": arm, "target_tokens": n, "prompt_tokens": n + 3, "outcome": "exact" if n < cut else "refusal"}
+        for arm, cut in (("combined", 1e9), ("pd", 2500))
+        for n in (512, 2048, 4096)
+        for _ in range(4)
+    ]
+    rows.append({"arm": "pd", "target_tokens": 512, "prompt_tokens": 515, "outcome": "cut"})
+    return pd.DataFrame(rows)
+
+
+FIGURES = {
+    "recall": lambda: figures.recall_curve(trials(), edges={HOSTILE: 2048}, title=HOSTILE),
+    "heat": lambda: figures.heat_map(
+        pd.DataFrame(np.arange(6.0).reshape(2, 3), columns=["a", "b", HOSTILE]), value="x"
+    ),
+    "signed": lambda: figures.heat_map(pd.DataFrame([[-1.0, 2.0], [np.nan, 0.0]]), signed=True),
+    "bytes": lambda: figures.byte_map(
+        np.arange(64, dtype=np.uint8).reshape(4, 16), regions={"a": (0, 8)}, marks=[(1, 2)]
+    ),
+    "bars": lambda: figures.interval_bars(
+        pd.DataFrame({"name": [HOSTILE], "value": [0.5], "low": [0.2], "high": [0.8]})
+    ),
+    "timeline": lambda: figures.timeline(
+        pd.DataFrame({"time": [0, 2], "lane": ["a", HOSTILE], "label": ["x", HOSTILE]})
+    ),
+    "paired": lambda: figures.paired_table(3, 2, 1, 0, first="combined", second=HOSTILE),
+}
+
+
+@pytest.mark.parametrize("kind", FIGURES)
+def test_same_bytes_twice_and_nothing_hostile_survives(kind: str) -> None:
+    one, two = (figures.to_svg(FIGURES[kind]()) for _ in range(2))
+    assert one == two
+    assert one.startswith("<svg") and "<script" not in one and "\x1b" not in one
+    assert "date" not in one.lower().split("<defs>")[0]
+
+
+def test_recall_table_counts_no_measurement_apart() -> None:
+    table = figures.recall_table(trials())
+    row = table[(table["arm"] == "pd") & (table["prompt_tokens"] == 515)].iloc[0]
+    assert (row["hits"], row["n"], row["no_measurement"], row["recall"]) == (4, 4, 1, 1.0)
+    assert row["low"] == pytest.approx(0.5101, abs=1e-3)  # Wilson, 4 of 4
+
+
+def test_a_length_without_measurement_has_no_recall() -> None:
+    lost = trials().assign(outcome="transport")
+    table = figures.recall_table(lost)
+    assert table["recall"].isna().all() and (table["low"] == 0).all() and (table["high"] == 1).all()
+    figures.to_svg(figures.recall_curve(lost))
+
+
+@pytest.mark.parametrize(
+    "alt", ["", "figure", "Recall plot", "TODO", "one two three four", "No description has been provided"]
+)
+def test_alt_text_that_says_nothing_is_refused(alt: str) -> None:
+    with pytest.raises(ValueError, match="say what is seen"):
+        figures.picture(FIGURES["paired"](), alt)
+
+
+def test_picture_carries_its_alt_into_output_and_image() -> None:
+    found = figures.picture(FIGURES["paired"](), 'Counts "three", <two>, one and none in a square.')
+    data, metadata = found._repr_mimebundle_()
+    assert metadata["image/svg+xml"]["alt"] == found.alt and data["text/plain"].endswith(found.alt)
+    assert 'alt="Counts &quot;three&quot;, &lt;two&gt;, one' in found.to_img()
+
+
+def test_a_large_drawing_becomes_a_small_png() -> None:
+    fig, ax = figures.new()
+    rng = np.random.default_rng(0)
+    ax.scatter(rng.random(6000), rng.random(6000), s=3)
+    found = figures.picture(fig, "A cloud of six thousand points without any order.")
+    assert found.mime == "image/png" and len(found.data) < 200_000
+
+
+def test_byte_map_says_what_it_wants() -> None:
+    with pytest.raises(ValueError, match=r"uint8 \[rows, bytes\], got float64 \[2, 2\]"):
+        figures.byte_map(np.zeros((2, 2)))
+
+
+def test_timeline_counts_from_the_first_event() -> None:
+    events = pd.DataFrame(
+        {"time": ["2026-01-01T00:00:05Z", "2026-01-01T00:00:02Z"], "lane": ["a", "b"], "label": ["x", "y"]}
+    )
+    ax = figures.timeline(events).axes[0]
+    assert sorted(float(line.get_xdata()[0]) for line in ax.lines) == [0.0, 3.0]

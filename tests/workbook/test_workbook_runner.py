@@ -1,0 +1,142 @@
+"""The runner: same bytes twice, one short block for a failure, the right files stamped, and no process left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from needlework.workbook import cli, runner, writer
+
+
+def run(twin: Path, root: Path, **options: object) -> nbformat.NotebookNode:
+    return asyncio.run(runner.execute(twin, root=root, **options))
+
+
+def write(root: Path, name: str, *cells: str) -> Path:
+    twin = root / "notebooks/src" / f"{name}.py"
+    twin.write_text("\n\n".join(f"# %%\n{c}" for c in cells) + "\n")
+    return twin
+
+
+def test_whole_run_same_bytes_stale_only_and_report(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run"]) == 0
+    first = {p.name: p.read_bytes() for p in (small / "notebooks").glob("*.ipynb")}
+    report = small / "report/context-loss/index.html"
+    page = report.read_bytes()
+    said = capsys.readouterr().out
+    assert set(first) == {"00_words.ipynb", "01_end.ipynb"} and " s\n" in said and "index.html" in said
+    mark = nbformat.reads(first["00_words.ipynb"].decode(), 4).metadata["needlework"]
+    assert list(mark["data"]) == ["data/incidents/one/incident.toml", "data/incidents/one/words.txt"] or list(
+        mark["data"]
+    ) == ["data/incidents/one/words.txt"]
+    assert {"needlework.workbook.tables", "needlework.workbook.figures"} <= set(mark["library"])
+    assert "needlework.workbook.trace" not in mark["library"]
+
+    assert cli.main(["run"]) == 0 and "up to date" in capsys.readouterr().out
+    assert cli.main(["run", "--all", "--jobs", "1"]) == 0
+    assert {p.name: p.read_bytes() for p in (small / "notebooks").glob("*.ipynb")} == first
+    assert report.read_bytes() == page
+
+
+def test_another_incident_goes_elsewhere_with_its_parameters(small: Path) -> None:
+    (small / "data/incidents/context-loss/words.txt").write_text("left alone")
+    before = sorted((small / "notebooks").glob("*.ipynb"))
+    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x"]) == 0
+    assert sorted((small / "notebooks").glob("*.ipynb")) == before
+    nb = nbformat.read(small / "build/one/00_words.ipynb", 4)
+    injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
+    assert [c.source for c in injected] == ["incident = 'one'"]  # this notebook has no parameter `target`
+    assert "rebuilt from recordings" in (small / "report/one/index.html").read_text()
+
+
+def test_a_failure_is_one_short_block_and_the_old_stays(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin = write(small, "02_bad", "x = 1", "def f():\n    raise ValueError('too <b>long</b>' + 'x' * 2000)\n\nf()")
+    old = writer.notebook_path(twin)
+    old.write_text("{}")
+    assert cli.main(["run", "02"]) == 1
+    said, errors = capsys.readouterr()
+    assert "02_bad failed in cell 2\n    f()\n    ValueError: too <b>long</b>xxx" in said and len(said) < 1500
+    assert "1 of 1 notebooks failed: 02_bad" in errors and old.read_text() == "{}" and "Traceback" not in said + errors
+    assert not list(small.rglob("*.part"))
+
+
+def test_a_tagged_error_is_not_a_failure(small: Path) -> None:
+    twin = small / "notebooks/src/03_meant.py"
+    twin.write_text('# %% tags=["raises-exception"]\n1 / 0\n\n# %%\nprint(2)\n')
+    nb = run(twin, small)
+    assert [o.output_type for c in nb.cells for o in c.outputs] == ["error", "stream"]
+
+
+def test_a_bare_widget_is_refused(small: Path) -> None:
+    twin = write(small, "04_bare", "import ipywidgets", "ipywidgets.IntSlider()")
+    with pytest.raises(runner.NotebookFailed, match="cell 2: a widget without a still form"):
+        run(twin, small)
+
+
+CHILD = (
+    "import subprocess, sys, pathlib, os\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "pathlib.Path('pid').write_text(str(child.pid))"
+)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_time_out_stops_kernel_and_children(small: Path) -> None:
+    twin = write(small, "05_slow", CHILD, "import time; time.sleep(600)")
+    with pytest.raises(runner.NotebookFailed, match="took longer than 6 s and was stopped"):
+        run(twin, small, timeout_s=6)
+    assert gone(int((small / "notebooks/pid").read_text()))
+
+
+def test_a_dead_kernel_is_said(small: Path) -> None:
+    with pytest.raises(runner.NotebookFailed, match="lost its kernel"):
+        run(write(small, "06_dies", "import os; os._exit(3)"), small, timeout_s=30)
+
+
+def test_children_of_a_finished_notebook_are_ended(small: Path) -> None:
+    run(write(small, "07_leaves", CHILD), small)
+    assert gone(int((small / "notebooks/pid").read_text()))
+
+
+def test_ctrl_c_leaves_no_process(small: Path) -> None:
+    write(small, "08_waits", CHILD, "import time; time.sleep(600)")
+    command = [sys.executable, "-m", "needlework", "run", "08"]
+    process = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    mark, deadline = small / "notebooks/pid", time.monotonic() + 60
+    while not (mark.is_file() and mark.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert below, "the kernel runs"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130 and errors.count("\n") <= 2 and "stopped" in errors and "Traceback" not in errors
+    assert gone(int(mark.read_text())) and all(gone(p.pid) for p in below)
+
+
+def test_unknown_notebook_and_incident_are_one_sentence(small: Path) -> None:
+    for argv, sentence in ((["run", "77"], "no notebook '77'"), (["run", "--incident", "x"], "no incident 'x'")):
+        with pytest.raises(ValueError, match=sentence):
+            cli.main(argv)
+
+
+def test_keep_brings_cells_back(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twin = small / "notebooks/src/01_end.py"
+    nb = writer.canonical(writer.read_twin(twin), writer.stamp(twin, {"data": {}, "library": {}}), small)
+    nb.cells[0].source += "\n\nA new sentence."
+    writer.notebook_path(twin).write_text(json.dumps(nb))
+    assert cli.main(["run", "--keep", "01"]) == 0 and "changed" in capsys.readouterr().out
+    assert "# A new sentence." in twin.read_text()
+    with pytest.raises(ValueError, match="execute it first"):
+        cli.main(["run", "--keep", "00"])
