@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from needlework.kernels.indexing import hadamard
+
 
 @dataclass(frozen=True)
 class CompressorState:
@@ -159,3 +161,12 @@ def rotate(x: Tensor, positions: Tensor, frequencies: Tensor, *, interleaved: bo
         a, b = part[..., : width // 2], part[..., width // 2 :]
         turned = torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
     return torch.cat((x[..., :-width], turned), dim=-1) if last else torch.cat((turned, x[..., width:]), dim=-1)
+
+
+def finish_index_keys(pooled: Tensor, weight: Tensor, positions: Tensor, frequencies: Tensor) -> Tensor:
+    """A pooled index key made ready for fp8: RMSNorm, rotation of the last 64 numbers, Hadamard (official V4 script).
+
+    pooled [G, 128]; weight [128]; positions int [G], the first token of each group; frequencies [32] -> [G, 128]. The
+    rotation pairs neighbours. sglang 0.5.23 applies the Hadamard transform, vllm 0.33.0 applies it on neither side.
+    """
+    return hadamard(rotate(rms_norm(pooled, weight), positions, frequencies))

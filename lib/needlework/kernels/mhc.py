@@ -85,3 +85,16 @@ def mhc_head(
 ) -> Tensor:
     """The streams as one before the output head: weight [4, 4 * hidden], scale [1], bias [4] -> [T, hidden]."""
     return mhc_enter(residual, torch.sigmoid(mhc_project(residual, weight, gemm=gemm, eps=eps) * scale + bias) + eps)
+
+
+def mhc_weights(
+    residual: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor,
+    *,
+    gemm: str = "float32",
+    iterations: int = ITERATIONS,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Projection and mixing weights in one step: residual [T, 4, hidden] -> pre [T, 4], post [T, 4], comb [T, 4, 4]."""
+    return mhc_mix(mhc_project(residual, weight, gemm=gemm), scale, bias, iterations=iterations)

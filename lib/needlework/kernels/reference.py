@@ -18,12 +18,13 @@ from needlework.kernels.compress import (
     RingCompressor,
     compress_c4,
     compress_c128,
+    finish_index_keys,
     rms_norm,
     rope_frequencies,
     rotate,
 )
 from needlework.kernels.indexing import hadamard, indexer_logits, quantize_index_keys, store_index_keys, visible_keys
-from needlework.kernels.mhc import mhc_enter, mhc_head, mhc_leave, mhc_mix, mhc_project, sinkhorn
+from needlework.kernels.mhc import mhc_enter, mhc_head, mhc_leave, mhc_mix, mhc_project, mhc_weights, sinkhorn
 from needlework.kernels.router import router_hash, router_scores, router_topk
 from needlework.kernels.selection import select_topk, slots_of
 
@@ -32,6 +33,7 @@ __all__ = [
     "RingCompressor",
     "compress_c4",
     "compress_c128",
+    "finish_index_keys",
     "gather_entries",
     "hadamard",
     "indexer_logits",
@@ -41,6 +43,7 @@ __all__ = [
     "mhc_leave",
     "mhc_mix",
     "mhc_project",
+    "mhc_weights",
     "quantize_index_keys",
     "rms_norm",
     "rope_frequencies",
