@@ -89,7 +89,8 @@ def _e4m3_halves(codes: Tensor, name: str, out: Tensor | None = None) -> Tensor:
     """float16 [...] of e4m3 codes times 2^-8 (2^-7 for FNUZ), NaN codes included.
 
     Moved into the upper bits of a half, sign, exponent and mantissa of an e4m3 code read as the same number under
-    another exponent bias, subnormals too. torch's own conversion on a CPU goes code by code and takes about ten times as long.
+    another exponent bias, subnormals too. torch's own conversion on a CPU goes code by code and takes about ten times
+    as long.
     """
     bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device) if out is None else out
     bits.copy_(codes.view(torch.int8)).mul_(128).bitwise_and_(-16385)  # drop the copy of the sign in the exponent

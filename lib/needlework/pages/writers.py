@@ -31,6 +31,7 @@ class Writer:
     negative_zero: bool = True  # e2m1 only
     clears_pad: bool = False  # writes 0 into the pad byte of the scale row
     exact: bool = False
+    serving: bool = True  # written by an engine, not only by a test's helper
 
     def smallest_scale(self, code_format: str) -> float:
         """The least scale this writer gives a written token (0.0 where it has no floor)."""
@@ -114,7 +115,7 @@ V32_UE8M0 = {"flashmla": Writer("FlashMLA 9241ae3 tests/quant.py", power_of_two=
 V4 = {
     "sglang": Writer(_STORE, power_of_two=True, exact=True),
     "vllm": Writer(f"{_VLLM}/cache_utils.py", power_of_two=True, float_log2=True, clears_pad=True),
-    "flashmla": Writer("FlashMLA 9241ae3 tests/quant.py", floor=1e-8, power_of_two=True),
+    "flashmla": Writer("FlashMLA 9241ae3 tests/quant.py", floor=1e-8, power_of_two=True, serving=False),
 }
 V41_FP8 = {"sglang": Writer(_STORE, floor_on="scale", power_of_two=True, exact=True)}
 V41_FP4 = {"sglang": Writer(_STORE, floor=0.0, exact=True)}
