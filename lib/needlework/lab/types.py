@@ -13,7 +13,7 @@ The engine (`lab.engine.Engine`) is a plain object without threads or sockets. T
     engine.read_pages(name, ids) -> bytes; engine.write_pages(name, ids, data) -> None
     engine.digest(name, ids) -> int     # Adler-32 over the pages in the order given; 1 for no page
     engine.pages_of(rid) -> dict        # group -> (first logical page, physical ids in logical order) of a request that
-                                        # holds its pages: what a dump or a digest of a prompt reads
+                                        # holds its pages (else ValueError): for dumps and digests
 
 Prefill role: a request with `bootstrap` set runs its forward passes and nothing else. `engine.on_chunk(chunk)` is called
 inside `step()` each time a chunk's bytes are final, once with `last=True`, also when that chunk has no page. The callee
@@ -174,14 +174,44 @@ class Reservation:
     swa_pages: tuple[int, ...]
 
 
-# Every place where a fault may act: name -> what the value is and what healthy code does with it. Each hook takes the value
-# (and keywords that describe the place) and returns it; a fault installs a function that returns something else, or acts.
+# Every place where a fault may act: name -> what the value is that a fault may change. Each hook takes the value (and
+# keywords that describe the place) and returns it; healthy code returns what it was given.
 HOOKS: dict[str, str] = {
+    # transfer between prefill and decode
     "chunk_buffers": "tuple of buffer names that the transfer moves for `chunk` (keywords: chunk, buffers)",
     "chunk_bytes": "bytes of one buffer of one chunk just before they are sent (keywords: chunk, buffer)",
     "received_pages": "destination page ids of one buffer of one chunk (keywords: chunk_index, buffer)",
     "handoff": "Handoff as it is sent (keywords: chunk)",
-    "transfer_failed": "exception of a failed transfer; returning None swallows it (keywords: rid)",
+    "transfer_failed": "exception of a failed transfer; None swallows it and decode goes on (keywords: rid)",
+    "announce_early": "False: a chunk is announced after its forward pass (keywords: seq, start, end, last)",
+    # writing
+    "pass_begins": "None, before the new tokens of a sequence are written (keywords: seq, start, end)",
+    "store": "(slots, values) before they are quantised into `buffer` (keywords: buffer, seq, start, end)",
+    "stored": "slots just written (keywords: buffer, seq, start, end)",
+    "state_rows": "compressor rows of the tokens before `start` (keywords: buffer, first, seq, start, end)",
+    "window_tokens": "token ids read back from the window of layer 0 (keywords: seq, start, end)",
+    # reading
+    "queries": "(MLA queries, index queries) of a batch (keywords: layer, seqs)",
+    "lengths": "visible compressed entries of each row (keywords: layer, seqs)",
+    "index_table": "page table of the index pool (keywords: layer, seqs)",
+    "scores": "index logits (keywords: layer, seqs, lengths)",
+    "selection": "selected positions (keywords: layer, seqs, scores, lengths)",
+    "entry_table": "page table of the entry pool (keywords: layer, seqs)",
+    "entry_slots": "slots of the selected entries (keywords: layer, seqs)",
+    "window_slots": "slots of the window (keywords: layer, seqs)",
+    "partials": "(outs, lses) of window and selected entries before they are merged (keywords: layer, seqs)",
+    # bookkeeping
+    "prompt": "token ids of a request as they reach the model (keywords: request)",
+    "cache_identity": "string that separates tenants in the prefix cache (keywords: request)",
+    "prefix_hit": "cached nodes that a request takes over (keywords: seq)",
+    "restored": "None, after a request has taken over cached pages (keywords: seq)",
+    "publish": "number of leading pages of a sequence that may enter the prefix cache (keywords: seq)",
+    "page_taken": "a page just handed out (keywords: group, seq)",
+    "released": "None, after a sequence has given its pages back (keywords: seq, pages, finished)",
+    "evicted": "node that the prefix cache gives up (no keywords)",
+    "step_begins": "None, before each step (no keywords)",
+    "batch": "sequences whose next token is about to be computed (no keywords)",
+    "logits": "next-token logits of one sequence (keywords: seq)",
 }
 
 
@@ -197,9 +227,13 @@ class Hooks:
             raise ValueError(f"no hook named {name!r}; the hooks are {', '.join(sorted(self._functions))}")
         self._functions[name].append(function)
 
-    def installed(self) -> dict[str, int]:
+    def active(self) -> dict[str, int]:
         """How many functions act at each place."""
         return {name: len(functions) for name, functions in self._functions.items() if functions}
+
+    def installed(self, name: str) -> bool:
+        """Does a fault act here?"""
+        return bool(self._functions[name])
 
     def apply(self, name: str, value: Any, **place: Any) -> Any:
         for function in self._functions[name]:

@@ -1,0 +1,154 @@
+"""What the model does next, read off its window: say a fixed word, or ask the cache for place i of the value of a topic.
+
+The window is what layer 0 holds: the last 128 tokens. A reply begins with a hidden <|reply|>, so the token that prefill
+hands over says nothing yet about the context. Then: the value asked for; or, when the cache knows of none, a hidden
+<|null|> and the sentence that there is no prior context; or, when the last message asks nothing, a hidden <|task|> and a
+reply that quotes the request which opened the conversation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from needlework.lab.local import Features, Local
+from needlework.lab.model import GAIN, NULL, TASK, Model
+
+REFUSAL = "I have no prior context for that."
+TASK_OPENING = "Continuing your request: "
+TASK_CLOSING = ". The earlier turns are in view, and the next part follows from them."
+FORCED = 60.0  # the logit of a fixed word
+FEW_WORDS = 1.5  # a sentence without a question mark asks by its topic only from this weight on
+
+
+@dataclass(frozen=True)
+class Ask:
+    """`forced`: a fixed next token. Else ask for `offset` of the value of `topic` (indices into the words of the window)
+    and, if `request`, of the opening request. `stage` is "value" or "task"."""
+
+    forced: int | None = None
+    topic: np.ndarray | None = None
+    request: bool = False
+    offset: int = 0
+    stage: str = "value"
+
+
+class Asking:
+    """Reads a window and says what to ask; turns what was read into logits."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.local, self.tokenizer = model, model.local, model.tokenizer
+        token = self.tokenizer.special
+        self.assistant, self.user, self.reply = token["<|assistant|>"], token["<|user|>"], token["<|reply|>"]
+        self.roles = np.array([token[name] for name in ("<|assistant|>", "<|user|>", "<|system|>", "<|bos|>")])
+        self.refusal = self.tokenizer.encode(REFUSAL)
+        self.opening, self.closing = self.tokenizer.encode(TASK_OPENING), self.tokenizer.encode(TASK_CLOSING)
+
+    def next(self, window: np.ndarray) -> tuple[Ask, Features]:
+        """What to do after the tokens of the window."""
+        features = self.local.features(window)
+        roles = np.flatnonzero(np.isin(window, self.roles))
+        at = int(roles[-1]) if len(roles) else -1
+        if at >= 0 and window[at] == self.assistant:
+            return self._reply(window, features, at), features
+        null = np.flatnonzero(window == self.model.null)
+        if len(null):
+            return self._fixed(self.refusal, len(window) - 1 - int(null[-1])), features
+        return self._continuation(window, features), features
+
+    def _fixed(self, words: list[int], place: int) -> Ask:
+        return Ask(forced=words[place] if place < len(words) else self.model.eos)
+
+    def _reply(self, window: np.ndarray, features: Features, at: int) -> Ask:
+        said = window[at + 1 :].tolist()
+        if not said or said[0] != self.reply:
+            return Ask(forced=self.reply)
+        said = said[1:]
+        if self.model.null in said:
+            return self._fixed(self.refusal, len(said) - 1 - said.index(self.model.null))
+        if said and said[0] == self.model.task:
+            if self.reply in said:
+                return self._fixed(self.closing, len(said) - 1 - said.index(self.reply))
+            place = len(said) - 1 - len(self.opening)
+            return (
+                Ask(forced=self.opening[len(said) - 1]) if place < 0 else Ask(request=True, offset=place, stage="task")
+            )
+        starts = np.flatnonzero(window[:at] == self.user)
+        low = int(starts[-1]) + 1 if len(starts) else 0
+        topic, asked = self._question(features, low, at)
+        return Ask(topic=topic, request=not asked, offset=len(said))
+
+    def _question(self, features: Features, low: int, high: int) -> tuple[np.ndarray | None, bool]:
+        """Words of the last question in [low, high), and whether there is one; else of the last sentence that says much."""
+        units = features.units
+        ends = np.flatnonzero(features.boundary[low:high]) + low
+        marks = ends[self.local.question[features.ids[ends]]] if len(ends) else ends
+        for end in marks[::-1].tolist():
+            words = self._sentence(features, low, end)
+            if units.weight[words].sum() > 0:
+                return words, True
+        for end in [high, *ends[::-1].tolist()]:
+            words = self._sentence(features, low, end)
+            if units.weight[words].sum() >= FEW_WORDS:
+                return words, False
+        return None, False
+
+    def _sentence(self, features: Features, low: int, end: int) -> np.ndarray:
+        before = np.flatnonzero(features.boundary[low:end])
+        start = low + int(before[-1]) + 1 if len(before) else low
+        return np.flatnonzero((features.units.start >= start) & (features.units.end <= end))
+
+    def _continuation(self, window: np.ndarray, features: Features) -> Ask:
+        """Text without roles: go on with the value that the last sentence has begun, if it has."""
+        table, size = features.values, len(window)
+        value, offset = -1, 0
+        extended = self.local.features(np.append(window, ord("0")))  # would a next token belong to a value?
+        value, offset = int(extended.value_of[size]), int(extended.offset[size])
+        if value < 0:
+            return Ask()
+        table = extended.values
+        units = features.units
+        words = np.flatnonzero((units.start >= table.topic_from[value]) & (units.end <= table.marker[value]))
+        if units.weight[words].sum() == 0 and not table.request[value]:
+            words, _ = self._question(features, 0, int(table.marker[value]))  # type: ignore[assignment]
+        return Ask(topic=words, request=bool(table.request[value]), offset=offset)
+
+    def queries(self, ask: Ask, features: Features, position: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per layer: MLA query, index query, index head weights (see Model.query)."""
+        units, model = features.units, self.model
+
+        def bags(salt: int, count: int) -> list[np.ndarray | None]:
+            topic = None
+            if ask.topic is not None and units.weight[ask.topic].sum() > 0:
+                topic = model.bag(units.hash[ask.topic], units.weight[ask.topic], salt, count)
+            one = np.array([self.local.request_hash])
+            return [topic, model.bag(one, np.ones(1), salt, count) if ask.request else None]
+
+        return [model.query(bags, layer, ask.offset, position) for layer in range(model.layers)]
+
+    def logits(self, ask: Ask, reads: list[Tensor]) -> Tensor:
+        """Next-token logits float32 [V]."""
+        model = self.model
+        if ask.forced is not None:
+            out = torch.zeros(self.tokenizer.vocabulary)
+            out[ask.forced] = FORCED
+            return out
+        found = model.evidence(reads, 1 if ask.stage == "task" else 0)
+        if ask.stage == "task":  # the end of the quoted request is not the end of the reply
+            found[[model.eos, self.reply]] = found[[self.reply, model.eos]]
+        elif ask.request and ask.offset == 0:
+            found[model.task] = model.evidence(reads, 1).max() * (TASK / model.layers)
+        none = model.null if ask.offset == 0 or ask.stage == "task" else model.eos
+        found[none] = torch.maximum(found[none], torch.tensor(NULL))
+        return found * GAIN
+
+
+def log_probabilities(logits: Tensor) -> Tensor:
+    """Natural-log probabilities of logits [V], at temperature 1."""
+    return torch.log_softmax(logits, dim=-1)
+
+
+__all__ = ["Ask", "Asking", "Local", "log_probabilities"]

@@ -1,0 +1,45 @@
+"""Faults of the transfer between prefill and decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .registry import fault
+
+
+@fault(
+    "F14",
+    "a side buffer is not moved with the main one",
+    ("sglang#17024", "Mooncake#2236", "sglang#31108", "sglang#39692", "sglang#38031"),
+    strengths={"mild": {"first_chunks": 2}, "default": {"first_chunks": 1}, "severe": {"first_chunks": 0}},
+    roles=("prefill",),
+    first_chunks=1,
+)
+def side_buffer_not_moved(engine: Any, first_chunks: int) -> None:
+    """The transfer moves index pages with its first chunks only; entries, window and state of every chunk arrive. On the
+    decode side the index rows of later chunks keep what the page held before. While everything fits in the budget of the
+    selection nobody looks at them; beyond it only the chunks whose index came along can be selected."""
+
+    def keep(buffers: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:
+        moved = chunk.index < first_chunks
+        return tuple(name for name in buffers if moved or not name.startswith("c4_index."))
+
+    engine.hooks.install("chunk_buffers", keep)
+
+
+@fault(
+    "F13",
+    "a chunk is sent before its forward pass has ended",
+    ("sglang#33970", "sglang#22716", "sglang#33309", "vllm#44238"),
+    roles=("prefill",),
+    strengths={"mild": {"every": 3}, "default": {"every": 1}, "severe": {"every": 1}},
+    every=1,
+)
+def sent_too_early(engine: Any, every: int) -> None:
+    """The transfer reads a chunk's pages without waiting for the event that ends its forward pass. What arrives is what the
+    pages held before; only the last chunk, which is awaited for its token, is right. `every`: one chunk in so many."""
+
+    def early(_: bool, *, seq: Any, last: bool, **__: Any) -> bool:
+        return not last and seq.chunks % every == 0
+
+    engine.hooks.install("announce_early", early)
