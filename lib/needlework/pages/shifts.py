@@ -72,7 +72,9 @@ def shifted(
     # where the floor made the scale, the codes shrink with the values and the law does not hold
     usable = (written[..., None] & ~odd & ~facts.free)[..., ::copies]
     scale = torch.where(usable, facts.scale[..., ::copies].log2(), torch.nan)
-    size = torch.where(usable, size, torch.nan)
+    size = torch.where((written[..., None] & (odd | ~facts.free))[..., ::copies], size, torch.nan)
+    # a group that is loud in every entry says nothing about entries
+    scale, size = scale - scale.nanmean(1, keepdim=True), size - size.nanmean(1, keepdim=True)
     at_home, _ = _correlation(size.flatten(1), scale.flatten(1))
     doubtful = ((at_home > -0.35) & (written.sum(-1) >= 12)).nonzero().flatten()
     for page in doubtful.tolist():
