@@ -225,12 +225,16 @@ def test_decode_matches_the_reference(layout, page_tokens, heads, extras):
     assert relative(out, wanted_out) < OUT_LIMIT and relative(lse, wanted_lse) < OUT_LIMIT
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-def test_any_number_of_splits_gives_the_same_answer(splits):
+@pytest.mark.parametrize(("splits", "halves"), [(1, 2), (2, 1), (5, 2)])
+def test_any_number_of_splits_gives_the_same_answer(splits, halves):
     q, pool, indices = mla_case("v4-mla-fp8", 64, 16, seed=2)
     sink = torch.full((16,), 0.5, device=DEVICE)
     out, lse = twins.sparse_mla_decode(
-        q, pool, indices, sink=sink, config={"BLOCK": 32, "SPLITS": splits, "STAGES": 1, "num_warps": 4}
+        q,
+        pool,
+        indices,
+        sink=sink,
+        config={"BLOCK": 32, "SPLITS": splits, "HALVES": halves, "STAGES": 1, "num_warps": 4},
     )
     wanted_out, wanted_lse = reference.sparse_mla_decode(q, pool, indices, sink=sink)
     assert relative(out, wanted_out) < OUT_LIMIT and relative(lse, wanted_lse) < OUT_LIMIT

@@ -67,15 +67,15 @@ def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int
         )  # fmt: skip
 
 
-@triton.jit
-def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, width, page_stride, table_stride,
+@triton.jit(do_not_specialize=["steps"])
+def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, width, page_stride, table_stride, steps,
                    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-                   BLOCK: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """One program scores STEPS blocks of BLOCK keys for one query row. ROWS = HEADS padded to a size the matrix unit
+                   BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """One program scores `steps` blocks of BLOCK keys for one query row. ROWS = HEADS padded to a size the matrix unit
     takes. The loop ends at the row's length; the rest of the program's columns become -inf."""
     row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * STEPS * BLOCK
-    last = tl.minimum(first + STEPS * BLOCK, width)
+    first = tl.program_id(0) * steps * BLOCK
+    last = tl.minimum(first + steps * BLOCK, width)
     length = tl.load(lengths + row)
     ids = table + (row // rows_per_request) * table_stride
     out_row = out + row * width
@@ -95,10 +95,10 @@ def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, widt
             live = page >= 0
             base = tl.where(live, page, 0).to(tl.int64) * page_stride
             offset = column % PAGE
-            code = tl.load(pool + (base + offset * DIM)[:, None] + dim[None, :], mask=live[:, None], other=0)
+            codes = pool.to(tl.pointer_type(tl.float8e4nv))
+            key = tl.load(codes + (base + offset * DIM)[:, None] + dim[None, :], mask=live[:, None], other=0.0)
             scales = (pool + PAGE * DIM).to(tl.pointer_type(tl.float32))
             scale = tl.load(scales + base // 4 + offset, mask=live, other=0.0)
-            key = code.to(tl.float8e4nv, bitcast=True)
             if query.dtype != tl.float8e4nv:
                 key = key.to(query.dtype)
             dots = tl.maximum(tl.dot(key, query, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -149,11 +149,12 @@ def indexer_logits(
     rows = out.numel() // width if width else 0
     if not rows:
         return out
-    chosen = config or logits_config(rows, width, multiprocessors(q.device))
+    chosen = dict(config or logits_config(rows, width, multiprocessors(q.device)))
+    steps = chosen.pop("STEPS")
     table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    _logits_kernel[(triton.cdiv(width, chosen["BLOCK"] * chosen["STEPS"]), rows)](
+    _logits_kernel[(triton.cdiv(width, chosen["BLOCK"] * steps), rows)](
         q.contiguous(), weights.contiguous(), pool, table, lengths.contiguous(), out, rows // batch, width,
-        pool.stride(0), table.stride(0),
+        pool.stride(0), table.stride(0), steps,
         HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), DIM=DIM, PAGE=page_tokens, **chosen,
     )  # fmt: skip
     return out

@@ -48,42 +48,42 @@ def _quantised(pool, entry, scale_at, live, V4: tl.constexpr, FIRST: tl.constexp
 
 
 @triton.jit
-def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, page_stride, index_stride, scale_log2,
-                   V4: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-                   SPLITS: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr, WORK: tl.constexpr,
-                   STAGES: tl.constexpr):  # fmt: skip
-    """One program attends HEADS heads of one row to one split of its index list.
+def _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride, index_stride,
+            scale_log2, LOW: tl.constexpr, HIGH: tl.constexpr, V4: tl.constexpr, PAGE: tl.constexpr,
+            HEADS: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr, WORK: tl.constexpr,
+            STAGES: tl.constexpr):  # fmt: skip
+    """Attend HEADS heads of one row to one split of its index list, for the low and/or high 256 output dims.
 
-    out [SPLITS, B, H, 512] and lse [SPLITS, B, H] hold a softmax of the split alone; SINK scales a lone split's output.
-    """
-    row = tl.program_id(0)
-    split = tl.program_id(1)
-    head = tl.program_id(2) * HEADS + tl.arange(0, HEADS)
+    An entry is dequantised in parts of 256, 128, 64 and 64 numbers (V4) or 256, 256 and 64 (V3.2)."""
     real = (head < heads)[:, None]
     QUERY: tl.constexpr = 512 if V4 else 576
     ROPE_AT: tl.constexpr = 448 if V4 else 512
     ROW: tl.constexpr = 576 if V4 else 656
-    first = q + (row.to(tl.int64) * heads + head)[:, None] * QUERY
+    WIDE: tl.constexpr = 128 if V4 else 256
+    first = q + (row * heads + head)[:, None] * QUERY
     q0 = tl.load(first + tl.arange(0, 256)[None, :], mask=real, other=0.0).to(WORK)
-    q1 = tl.load(first + 256 + tl.arange(0, 128 if V4 else 256)[None, :], mask=real, other=0.0).to(WORK)
+    q1 = tl.load(first + 256 + tl.arange(0, WIDE)[None, :], mask=real, other=0.0).to(WORK)
     q3 = tl.load(first + ROPE_AT + tl.arange(0, 64)[None, :], mask=real, other=0.0).to(WORK)
     top = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
-    sum0 = tl.zeros((HEADS, 256), tl.float32)
-    sum1 = tl.zeros((HEADS, 128 if V4 else 256), tl.float32)
+    if LOW:
+        sum0 = tl.zeros((HEADS, 256), tl.float32)
+    if HIGH:
+        sum1 = tl.zeros((HEADS, WIDE), tl.float32)
     if V4:
         q2 = tl.load(first + 384 + tl.arange(0, 64)[None, :], mask=real, other=0.0).to(WORK)
-        sum2 = tl.zeros((HEADS, 64), tl.float32)
-        sum3 = tl.zeros((HEADS, 64), tl.float32)
+        if HIGH:
+            sum2 = tl.zeros((HEADS, 64), tl.float32)
+            sum3 = tl.zeros((HEADS, 64), tl.float32)
     limit = entries
     if LIMITED:
         limit = tl.minimum(tl.load(limits + row), entries)
-    blocks = tl.cdiv(tl.cdiv(entries, BLOCK), SPLITS)
-    start = split * blocks * BLOCK
-    stop = tl.minimum(start + blocks * BLOCK, limit)
+    length = tl.cdiv(tl.cdiv(entries, BLOCK), tl.num_programs(1)) * BLOCK
+    start = split * length
+    stop = tl.minimum(start + length, limit)
     for at in tl.range(start, stop, BLOCK, num_stages=STAGES):
         column = at + tl.arange(0, BLOCK)
-        slot = tl.load(indices + row.to(tl.int64) * index_stride + column, mask=column < stop, other=-1)
+        slot = tl.load(indices + row * index_stride + column, mask=column < stop, other=-1)
         live = slot >= 0
         slot = tl.where(live, slot, 0)
         page = (slot // PAGE).to(tl.int64) * page_stride
@@ -107,25 +107,52 @@ def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, pag
         total = total * shrink + tl.sum(p, axis=1)
         top = raised
         p = p.to(WORK)
-        sum0 = tl.dot(p, k0, sum0 * shrink[:, None], input_precision="ieee")
-        sum1 = tl.dot(p, k1, sum1 * shrink[:, None], input_precision="ieee")
-        if V4:
-            sum2 = tl.dot(p, k2, sum2 * shrink[:, None], input_precision="ieee")
-            sum3 = tl.dot(p, k3, sum3 * shrink[:, None], input_precision="ieee")
+        if LOW:
+            sum0 = tl.dot(p, k0, sum0 * shrink[:, None], input_precision="ieee")
+        if HIGH:
+            sum1 = tl.dot(p, k1, sum1 * shrink[:, None], input_precision="ieee")
+            if V4:
+                sum2 = tl.dot(p, k2, sum2 * shrink[:, None], input_precision="ieee")
+                sum3 = tl.dot(p, k3, sum3 * shrink[:, None], input_precision="ieee")
     none = total == 0.0
     norm = tl.where(none, 0.0, 1.0 / tl.where(none, 1.0, total))
     natural = tl.where(none, float("inf"), (top + tl.log2(tl.where(none, 1.0, total))) * 0.6931471805599453)
     if SINK:
         level = tl.load(sink + head, mask=head < heads, other=float("-inf"))
         norm = norm / (1.0 + tl.exp(level - tl.where(none, 0.0, natural)))
-    at = (split * tl.num_programs(0) + row).to(tl.int64) * heads + head
-    tl.store(lse + at, natural, mask=head < heads)
-    mine = out + at[:, None] * 512
-    tl.store(mine + tl.arange(0, 256)[None, :], sum0 * norm[:, None], mask=real)
-    tl.store(mine + 256 + tl.arange(0, 128 if V4 else 256)[None, :], sum1 * norm[:, None], mask=real)
-    if V4:
-        tl.store(mine + 384 + tl.arange(0, 64)[None, :], sum2 * norm[:, None], mask=real)
-        tl.store(mine + 448 + tl.arange(0, 64)[None, :], sum3 * norm[:, None], mask=real)
+    place = (split * rows + row) * heads + head
+    mine = out + place[:, None] * 512
+    if LOW:
+        tl.store(lse + place, natural, mask=head < heads)
+        tl.store(mine + tl.arange(0, 256)[None, :], sum0 * norm[:, None], mask=real)
+    if HIGH:
+        tl.store(mine + 256 + tl.arange(0, WIDE)[None, :], sum1 * norm[:, None], mask=real)
+        if V4:
+            tl.store(mine + 384 + tl.arange(0, 64)[None, :], sum2 * norm[:, None], mask=real)
+            tl.store(mine + 448 + tl.arange(0, 64)[None, :], sum3 * norm[:, None], mask=real)
+
+
+@triton.jit
+def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, page_stride, index_stride, scale_log2,
+                   V4: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+                   HALVES: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr,
+                   WORK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Grid (rows, splits, head blocks * HALVES). out [S, B, H, 512] and lse [S, B, H] hold a softmax of each
+    split alone; SINK scales a lone split's output. HALVES = 2 gives each half of the output dims a program of its own,
+    so that the sums of 64 heads fit the registers of four warps."""
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    split = tl.program_id(1)
+    head = tl.program_id(2) // HALVES * HEADS + tl.arange(0, HEADS)
+    if HALVES == 1:
+        _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
+                index_stride, scale_log2, True, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
+    elif tl.program_id(2) % 2 == 0:
+        _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
+                index_stride, scale_log2, True, False, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
+    else:
+        _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
+                index_stride, scale_log2, False, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -208,7 +235,7 @@ def sparse_mla_decode(
     q [B, H, D], D 512 (v4-mla-fp8) or 576 (v32-mla-fp8); pool uint8 [pages, page bytes]; indices int32 [B, K] slots,
     -1 = hole; sink float32 [H]; topk_length int32 [B]: only the first n indices count. -> out [B, H, 512] in `dtype`,
     lse [B, H] float32: natural log, without the sink, +inf where a row has no entry (its out is 0). `config` overrides
-    the tuned BLOCK, SPLITS, STAGES and num_warps. Raises ValueError for other layouts, shapes or devices.
+    the tuned BLOCK, SPLITS, HALVES, STAGES and num_warps. Raises ValueError for other layouts, shapes or devices.
     """
     caches = [(pool, indices, layout, page_tokens, topk_length)]
     if (extra_pool is None) != (extra_indices is None):
@@ -226,16 +253,17 @@ def sparse_mla_decode(
     lses = torch.empty((splits, batch, heads), dtype=torch.float32, device=q.device)
     at = 0
     for (cache, slots, name, tokens, limit), plan in zip(caches, plans, strict=True):
+        parts = plan.pop("SPLITS")
         block_heads = 64 if heads > 32 else max(16, triton.next_power_of_2(heads))
         slots = slots if slots.stride(1) == 1 else slots.contiguous()
         if batch:
-            _decode_kernel[(batch, plan["SPLITS"], triton.cdiv(heads, block_heads))](
+            _decode_kernel[(batch, parts, triton.cdiv(heads, block_heads) * plan["HALVES"])](
                 q, cache, slots, limit if limit is not None else slots, sink if sink is not None else lses,
                 outs[at:], lses[at:], heads, slots.shape[1], cache.stride(0), slots.stride(0), scale * LOG2_E,
                 V4=name == "v4-mla-fp8", PAGE=tokens, HEADS=block_heads, LIMITED=limit is not None,
                 SINK=lone and sink is not None, WORK=tl.float32 if INTERPRETED else tl.bfloat16, **plan,
             )  # fmt: skip
-        at += plan["SPLITS"]
+        at += parts
     return (outs[0], lses[0]) if lone else merge_partials(outs, lses, sink, dtype=dtype)
 
 
@@ -258,6 +286,12 @@ def _plan(
 def decode_config(programs: int, entries: int, layout: str, processors: int) -> dict[str, int]:
     """Block and split counts for `programs` (rows x head blocks) over `entries` indices each."""
     if INTERPRETED:
-        return {"BLOCK": 128, "SPLITS": 1 if entries <= 128 else 2, "STAGES": 1}
+        return {"BLOCK": 128, "SPLITS": 1 if entries <= 128 else 2, "HALVES": 1, "STAGES": 1}
     blocks = max(1, triton.cdiv(entries, 64))
-    return {"BLOCK": 64, "SPLITS": max(1, min(blocks, processors // programs)), "STAGES": 1, "num_warps": 8}
+    return {
+        "BLOCK": 64,
+        "SPLITS": max(1, min(blocks, processors // programs)),
+        "HALVES": 1,
+        "STAGES": 1,
+        "num_warps": 8,
+    }

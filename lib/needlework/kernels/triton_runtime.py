@@ -34,7 +34,8 @@ def where() -> str:
             f"Triton {triton.__version__} runs in its interpreter on the CPU (no CUDA device, or TRITON_INTERPRET is "
             "set): results count, times do not."
         )
-    return f"Triton {triton.__version__} compiles for {torch.cuda.get_device_name()}."
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CUDA device, and there is none here"
+    return f"Triton {triton.__version__} compiles for {device}."
 
 
 logging.getLogger(__name__).info(where())

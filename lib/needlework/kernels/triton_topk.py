@@ -20,21 +20,20 @@ MAX_K = 2048
 MAX_CHUNK = 16384  # counts of a chunk must fit in 15 bits, twice, in one int32 scan
 
 
-@triton.jit
-def _select_kernel(scores, lengths, candidates, table, out, width, score_stride, table_stride, out_stride, k,
-                   CHUNK: tl.constexpr, K: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
-                   TRANSLATE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """One program selects the k best of one chunk of one row.
+def _select(scores, lengths, candidates, table, out, width, score_stride, column_stride, table_stride, out_stride, k,
+            room, CHUNK: tl.constexpr, ROOM: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
+            TRANSLATE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
+    """One program selects from one chunk of one row: at least its k best (where it has so many), at most `room`.
 
     LISTED: the chunk is a piece of a candidate list int32 [rows, width] (-1 = none) rather than of the row itself.
-    LAST: the result is the row's, else it is a list for the next round. K is k rounded up to a power of two.
+    LAST: the result is the row's, with room = k, else a list for the next round. ROOM: a power of two, >= room.
     """
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     place = tl.arange(0, CHUNK)
-    rank = tl.arange(0, K)
+    rank = tl.arange(0, ROOM)
     length = tl.load(lengths + row)
-    out_row = out + row * out_stride + chunk * k
+    out_row = out + row * out_stride + chunk * room
     if LISTED:
         entry = chunk * CHUNK + place
         position = tl.load(candidates + row * width + entry, mask=entry < width, other=-1)
@@ -50,35 +49,37 @@ def _select_kernel(scores, lengths, candidates, table, out, width, score_stride,
             picked = _slot(picked, table + row * table_stride, PAGE)
         tl.store(out_row + rank, picked, mask=rank < k)
     elif length > k:
-        score = tl.load(scores + row * score_stride + position, mask=inside, other=0.0)
+        score = tl.load(scores + row * score_stride + position * column_stride, mask=inside, other=0.0)
         bits = score.to(tl.int32, bitcast=True)
         # an unsigned key that orders like the score; NaN is the largest, as in torch.topk; 0 marks "not a key"
         key = tl.where(bits < 0, ~bits, bits | -2147483648)
         key = tl.where(score != score, -1, key).to(tl.uint32, bitcast=True)
         key = tl.where(inside, key, 0)
-        # the largest threshold that at least k keys reach, bit by bit; done once exactly k do
+        # the largest threshold that at least k keys reach, bit by bit; done once those that reach it fit
         threshold = tl.full((), 0, tl.uint32)
         reached = count
         bit = tl.full((), 31, tl.int32)
-        while (bit >= 0) & (reached > k):
+        while (bit >= 0) & (reached > room):
             raised = threshold | (tl.full((), 1, tl.uint32) << bit.to(tl.uint32))
             above = tl.sum((key >= raised).to(tl.int32), axis=0)
             threshold = tl.where(above >= k, raised, threshold)
             reached = tl.where(above >= k, above, reached)
             bit -= 1
-        # the keys above the threshold, then as many of those at it as there is room for. With `reached` = k the
-        # threshold may lie below the smallest selected key: then all reached keys count, and none is left over.
+        # the keys above the threshold, then as many of those at it as there is room for
         over = inside & (key > threshold)
         tied = inside & (key == threshold)
         both = tl.cumsum(over.to(tl.int32) | (tied.to(tl.int32) << 16), axis=0)
         above = tl.sum(over.to(tl.int32), axis=0)
         slot = tl.where(over, (both & 0xFFFF) - 1, above + (both >> 16) - 1)
-        chosen = over | (tied & (slot < k))
+        chosen = over | (tied & (slot < room))
         if TRANSLATE:
             position = _slot(tl.where(chosen, position, -1), table + row * table_stride, PAGE)
         tl.store(out_row + slot, position, mask=chosen)
         if not LAST:
-            tl.store(out_row + rank, tl.full((K,), -1, tl.int32), mask=(rank >= count) & (rank < k))
+            tl.store(out_row + rank, tl.full((ROOM,), -1, tl.int32), mask=(rank >= reached) & (rank < room))
+
+
+_select_kernels = (triton.jit(_select), triton.jit(_select, do_not_specialize=["column_stride"]))
 
 
 @triton.jit
@@ -112,7 +113,6 @@ def select_topk(
     if page_table is not None and (page_table.ndim != 2 or len(page_table) != len(logits)):
         raise ValueError(f"a page table is [B, max_pages], got {tuple(page_table.shape)} for {len(logits)} rows")
     check_device(logits, lengths, page_table)
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     lengths = lengths.to(torch.int32).contiguous()
     table = lengths if page_table is None else page_table.contiguous()
     rows, width = logits.shape
@@ -123,15 +123,17 @@ def select_topk(
         chunk = min(chosen.pop("CHUNK"), max(16, triton.next_power_of_2(width)))
         chunks = triton.cdiv(width, chunk) or 1
         last = chunks == 1
-        found = out if last else torch.empty((rows, chunks * k), dtype=torch.int32, device=logits.device)
-        _select_kernel[(rows, chunks)](
-            logits, lengths, listed, table, found, width, logits.stride(0), table.stride(0), found.stride(0), k,
-            CHUNK=chunk, K=triton.next_power_of_2(k), LISTED=listed is not logits, LAST=last,
-            TRANSLATE=last and page_table is not None, PAGE=page_tokens, **chosen,
+        room = k * chosen.pop("ROOM", 1) if not last else k
+        kernel = _select_kernels[chosen.pop("OPAQUE", 0)]
+        found = out if last else torch.empty((rows, chunks * room), dtype=torch.int32, device=logits.device)
+        kernel[(rows, chunks)](
+            logits, lengths, listed, table, found, width, logits.stride(0), logits.stride(1), table.stride(0),
+            found.stride(0), k, room, CHUNK=chunk, ROOM=triton.next_power_of_2(room), LISTED=listed is not logits,
+            LAST=last, TRANSLATE=last and page_table is not None, PAGE=page_tokens, **chosen,
         )  # fmt: skip
         if last:
             break
-        listed, width = found, chunks * k
+        listed, width = found, chunks * room
     return out
 
 
