@@ -24,7 +24,7 @@ start = workbook.start("Choose what to examine")
 
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
-target = "lab"  # lab, lab:pd:F14, vllm, http://host:port, a=http://…,b=http://…, or recorded:<run>
+target = "lab"  # lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
 
 # %% [markdown]
 # ## Is this machine fit?
@@ -109,7 +109,7 @@ assert "unknown target" in message and "http://" in message
 # %% [markdown]
 # <details><summary>Aside: two live endpoints at once</summary>
 #
-# `a=http://first:30000,b=http://second:30000` names two arms of one target. The comparison notebook then asks both the same
+# `a=http://…,b=http://…` names two arms of one target. The comparison notebook then asks both the same
 # prompts in turn. Bare addresses separated by a comma are called `a` and `b`.
 #
 # </details>

@@ -8,7 +8,6 @@ Nothing here touches pyplot, so no figure is kept alive or shown twice.
 from __future__ import annotations
 
 import base64
-import html
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from needlework.workbook.tables import plain
+from needlework.workbook.tables import escape, plain
 
 # Okabe and Ito, "Color Universal Design" (2008), without the yellow that is too faint on white
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -108,7 +107,7 @@ class Picture:
     def to_img(self) -> str:
         """The picture as an HTML img element with a data address: nothing is fetched, nothing in it can run."""
         packed = self.data.strip() if self.mime == "image/png" else base64.b64encode(self.data.encode()).decode("ascii")
-        return f'<img src="data:{self.mime};base64,{packed}" alt="{html.escape(self.alt)}">'
+        return f'<img src="data:{self.mime};base64,{packed}" alt="{escape(self.alt, 1000)}">'
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
         return {self.mime: self.data, "text/plain": f"[figure] {self.alt}"}, {self.mime: {"alt": self.alt}}

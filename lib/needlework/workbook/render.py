@@ -80,7 +80,7 @@ def code(source: str) -> str:
         x for x in source.splitlines() if x.strip() and not x.startswith(("import ", "from ", "#"))
     ] or source.splitlines()
     first = tables.escape(lines[0] if lines else "", 80)
-    body = highlight(source, PythonLexer(), _FORMATTER)
+    body = highlight(tables.strip_ansi(source), PythonLexer(), _FORMATTER)
     return (
         f'<details class="code"><summary><span>Code</span> <code>{first}</code></summary>'
         f'<pre class="highlight"><code>{body}</code></pre></details>'
@@ -98,6 +98,7 @@ def output(out: NotebookNode, prefix: str, what: str) -> str:
     if mime is None:
         return ""
     value = "".join(data[mime]) if isinstance(data[mime], list) else data[mime]
+    value = value if mime.startswith("image/") else tables.strip_ansi(value)
     if mime == "text/html":
         value = re.sub(rf"\b{MARK}([0-9a-f]{{8}})", rf"{MARK}{prefix}-\1", value)
         wide = f' tabindex="0" role="region" aria-label="{html.escape(what)}"' if "<table" in value else ""

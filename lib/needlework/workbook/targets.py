@@ -28,7 +28,7 @@ from typing import Any
 from needlework.workbook import incidents
 from needlework.workbook.tables import plain
 
-FORMS = "lab, lab:pd:F14, vllm, http://host:port, a=http://…,b=http://…, or recorded:<run>"
+FORMS = "lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, or recorded:<run>"
 _FAULT = re.compile(r"[FN]\d{1,2}")
 
 

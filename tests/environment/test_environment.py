@@ -1,0 +1,90 @@
+"""environment.yml, pyproject.toml and constraints.txt agree, and each is readable by the tool it is for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+CONDA = yaml.safe_load((ROOT / "environment.yml").read_text())
+# left out of the lock on purpose: the machine's own build of torch, and what hangs on it
+UNLOCKED = re.compile(r"(torch|triton|nvidia|cuda|pip|setuptools|wheel)([-_.].*)?$")
+
+
+def requirements() -> list[tuple[str, Requirement]]:
+    groups = {"core": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
+    return [(group, Requirement(line)) for group, lines in groups.items() for line in lines]
+
+
+def constraints() -> dict[str, str]:
+    pinned = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            name, version = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s;+]+)", line.strip()).groups()
+            pinned[canonicalize_name(name)] = version
+    return pinned
+
+
+def test_conda_reads_the_environment() -> None:
+    rattler = pytest.importorskip("rattler", reason="py-rattler is not installed")
+    specs = [rattler.MatchSpec(line) for line in CONDA["dependencies"] if isinstance(line, str)]
+    assert [getattr(spec.name, "normalized", str(spec.name)) for spec in specs] == ["python", "pip"]
+    with pytest.raises(Exception, match=r"."):
+        rattler.MatchSpec("python >=>3")
+    for channel in CONDA["channels"]:
+        rattler.Channel(channel)
+
+
+def test_conda_brings_python_and_pip_brings_this_project_with_the_lock() -> None:
+    (pip,) = [d["pip"] for d in CONDA["dependencies"] if isinstance(d, dict)]
+    editable = [line for line in pip if line.startswith("-e ")]
+    assert editable == ["-e .[run,test]"] and "-c constraints.txt" in pip
+    extras = set(Requirement(f"x{editable[0].removeprefix('-e .')}").extras)
+    assert extras <= set(PROJECT["optional-dependencies"])
+    (python,) = [d for d in CONDA["dependencies"] if isinstance(d, str) and d.startswith("python")]
+    conda, ours = SpecifierSet(python.removeprefix("python").strip()), SpecifierSet(PROJECT["requires-python"])
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        assert conda.contains(version) == ours.contains(version), version
+
+
+def test_every_requirement_is_locked_within_its_range() -> None:
+    pinned = constraints()
+    for group, requirement in requirements():
+        name = canonicalize_name(requirement.name)
+        if UNLOCKED.fullmatch(name):
+            assert name not in pinned, f"{name} is the machine's own build and must not be locked"
+            continue
+        assert name in pinned, f"{group}: {name} is missing from constraints.txt; run `make lock`"
+        assert requirement.specifier.contains(pinned[name]), f"{group}: {requirement} against {name}=={pinned[name]}"
+
+
+def test_the_lock_holds_no_accelerator_parts_and_no_local_builds() -> None:
+    assert [name for name in constraints() if UNLOCKED.fullmatch(name)] == []
+
+
+def test_each_requirement_says_what_it_is_for() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for group, requirement in requirements():
+        lines = [x for x in text.splitlines() if re.match(rf'\s+"{re.escape(requirement.name)}[\[<>=;" ~]', x)]
+        assert lines and all(re.search(r'",\s+# \w', x) for x in lines), f"{group}: {requirement.name} has no comment"
+
+
+def test_both_ways_of_setting_up_install_the_same() -> None:
+    make = (ROOT / "Makefile").read_text()
+    assert "-c constraints.txt -e '.[run,test]'" in make
+    assert re.search(r"'torch==([\d.]+)'", make)[1] == next(
+        str(r.specifier).removeprefix("==") for _, r in requirements() if r.name == "torch"
+    )
+
+
+def test_git_does_not_ignore_the_library() -> None:
+    ignored = [line.strip() for line in (ROOT / ".gitignore").read_text().splitlines()]
+    assert not {"lib/", "/lib/", "lib", "*.ipynb", "data/"} & set(ignored) and {"/report/", "/build/"} <= set(ignored)

@@ -1,0 +1,186 @@
+"""The report: one file that fetches and runs nothing, escapes what is hostile, is not written when its check fails."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import nbformat
+import pytest
+from bs4 import BeautifulSoup
+from needlework.workbook import cli, figures, render, report, runner, verdict, writer
+
+HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]8;;http://evil.example\x07"
+ALT = "A line that rises from one to three over three points."
+
+
+def svg() -> str:
+    fig, ax = figures.new(3, 2)
+    ax.plot([1, 2, 3])
+    return figures.to_svg(fig)
+
+
+def notebook(*cells: nbformat.NotebookNode, title: str = "# Look closely\n\n*What is seen?*") -> nbformat.NotebookNode:
+    return nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(title), *cells])
+
+
+def code(*data: dict, source: str = "x = 1", metadata: dict | None = None) -> nbformat.NotebookNode:
+    outputs = [nbformat.v4.new_output("display_data", data=d, metadata=metadata or {}) for d in data]
+    return nbformat.v4.new_code_cell(source=source, outputs=outputs)
+
+
+def page(*notebooks: nbformat.NotebookNode, title: str = "T", found: verdict.Summary | None = None) -> str:
+    named = [(f"{i:02d}_nb", nb) for i, nb in enumerate(notebooks)]
+    return report.page(named, title=title, subtitle="S", found=found)
+
+
+GOOD = verdict.summary(symptom="s", verdict="F14", evidence=["24 of 24"], confidence="high", next_step="fix")
+
+
+def test_a_healthy_page_has_no_problem_and_everything_in_it() -> None:
+    picture = code({"image/svg+xml": svg(), "text/plain": "x"}, metadata={"image/svg+xml": {"alt": ALT}})
+    text = page(
+        notebook(picture), notebook(nbformat.v4.new_markdown_cell("## Sub\n\nSee [next](01_nb.ipynb).")), found=GOOD
+    )
+    assert report.problems(text, ["00_nb", "01_nb"]) == []
+    soup = BeautifulSoup(text, "html.parser")
+    assert soup.html["lang"] == "en" and soup.main["id"] == "main" and soup.find("a", class_="skip")["href"] == "#main"
+    assert [a["href"] for a in soup.nav.find_all("a")] == ["#nb00", "#nb01"] and "What is seen?" in soup.nav.text
+    assert [dt.text for dt in soup.select(".summary dt")] == [
+        "Symptom",
+        "Verdict",
+        "Evidence",
+        "Confidence",
+        "Next step",
+    ]
+    assert soup.find("img")["alt"] == ALT and soup.find("a", string="next")["href"] == "#nb01"
+    levels = [int(h.name[1]) for h in soup.find_all(["h1", "h2", "h3", "h4"])]
+    assert levels[0] == 1 and levels.count(1) == 1 and all(b - a <= 1 for a, b in itertools.pairwise(levels))
+
+
+PLANTED = {
+    "script": "<script>1</script>",
+    "handler": "<p onclick='x()'>t</p>",
+    "outside image": f'<img src="https://example.org/x.png" alt="{ALT}">',
+    "protocol-relative image": f'<img src="//example.org/x.png" alt="{ALT}">',
+    "srcset": f'<img src="data:image/png;base64,AA" srcset="http://e/x 2x" alt="{ALT}">',
+    "stylesheet": '<link rel="stylesheet" href="https://example.org/x.css">',
+    "css url": "<style>p{background:url(https://example.org/x)}</style>",
+    "css url hidden": "<style>p{background:u\\rl( //example.org/x)}</style>",
+    "css import": "<style>@import 'x.css';</style>",
+    "inline css": '<p style="background: URL(http://e)">t</p>',
+    "frame": '<iframe srcdoc="x"></iframe>',
+    "object": '<object data="x"></object>',
+    "base": '<base href="https://example.org">',
+    "refresh": '<meta http-equiv="refresh" content="0;url=http://e">',
+    "script link": '<a href=" java\nscript:alert(1)">t</a>',
+    "data link": '<a href="data:text/html,x">t</a>',
+    "svg use": '<svg><use xlink:href="http://e/x.svg#a"/></svg>',
+    "form": '<form action="http://e"><input></form>',
+    "no alt": '<img src="data:image/png;base64,AA">',
+    "filler alt": '<img src="data:image/png;base64,AA" alt="No description has been provided for this image">',
+    "double id": '<p id="a"></p><p id="a"></p>',
+    "bare widget": "<pre>VBox(children=(IntSlider(value=0),))</pre>",
+    "second main": "<main></main>",
+    "size": "x" * 5_000_001,
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_planted_fault_is_found(name: str) -> None:
+    text = page(notebook())
+    assert report.problems(text, ["00_nb"]) == []
+    found = report.problems(text.replace("</main>", f"{PLANTED[name]}</main>"), ["00_nb"])
+    assert len(found) >= 1, name
+
+
+def test_a_lost_or_untitled_notebook_is_found() -> None:
+    assert report.problems(page(notebook()), ["00_nb", "05_gone"]) == ["no title from notebook 05_gone"]
+    assert report.problems(page(notebook(title="No heading")), ["00_nb"]) == ["no title from notebook 00_nb"]
+
+
+def test_hostile_outputs_titles_and_metadata_stay_text() -> None:
+    nb = notebook(
+        code({"text/plain": HOSTILE}, {"text/markdown": f"[x](javascript:alert(1)) {HOSTILE}"}, source=f"# {HOSTILE}"),
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text=HOSTILE * 3000)]),
+        nbformat.v4.new_code_cell(
+            outputs=[nbformat.v4.new_output("error", ename=HOSTILE, evalue=HOSTILE, traceback=[])]
+        ),
+        code(
+            {"image/svg+xml": f"<svg onload='x()'>{HOSTILE}</svg>"},
+            metadata={"image/svg+xml": {"alt": f'{ALT}">{HOSTILE}'}},
+        ),
+    )
+    nb.metadata["needlework"] = {"source": HOSTILE, "data": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}}
+    nb.metadata["title"] = HOSTILE
+    bad = verdict.from_mapping(dict.fromkeys(verdict.FIELDS, HOSTILE) | {"evidence": [HOSTILE, 3]})
+    text = page(nb, title=HOSTILE, found=bad)
+    assert report.problems(text, ["00_nb"]) == []
+    soup = BeautifulSoup(text, "html.parser")
+    assert not soup.find("script") and all(
+        i["src"].startswith("data:image/svg+xml;base64,") for i in soup.find_all("img")
+    )
+    assert "\x1b" not in text and len(text) < 200_000 and "more characters" in text
+
+
+def test_markup_in_an_html_output_stops_the_report(small: Path) -> None:
+    nb = writer.read_twin(small / "notebooks/src/00_words.py")
+    nb.cells[1].outputs = [nbformat.v4.new_output("display_data", data={"text/html": PLANTED["script"]})]
+    (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
+    with pytest.raises(report.ReportError, match="not written: a <script> element"):
+        report.build(runner.Plan(small))
+    assert not (small / "report").exists()
+
+
+def test_without_any_executed_notebook_it_says_what_to_do(small: Path) -> None:
+    with pytest.raises(report.ReportError, match="run `needlework run` first"):
+        cli.main(["report"])
+
+
+def test_a_notebook_that_was_not_executed_is_named_on_the_page(small: Path) -> None:
+    nb = writer.read_twin(small / "notebooks/src/00_words.py")
+    (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
+    assert cli.main(["report"]) == 0
+    assert "Not executed: 01_end" in (small / "report/context-loss/index.html").read_text()
+
+
+def test_maths_is_mathml_and_never_raw_tex() -> None:
+    tex = r"Inline $a_i \le 2^{b}$, $$\sum_i x_i$$ and \begin{align} a &= b \end{align}"
+    body, _ = render.markdown(tex, "p", trusted=True)
+    soup = BeautifulSoup(body, "html.parser")
+    assert len(soup.find_all("math")) == 3 and soup.find("math")["display"] == "inline" and "$" not in soup.text
+    assert "<code>" in render.mathml(r"\left( <b>", True) or "<b>" not in render.mathml(r"\left( <b>", True)
+
+
+def test_tags_hide_cells_and_inputs() -> None:
+    hidden, no_input = code({"text/plain": "gone"}), code({"text/plain": "kept"}, source="secret_source = 1")
+    hidden.metadata["tags"], no_input.metadata["tags"] = ["remove-cell"], ["hide-input"]
+    text = page(notebook(hidden, no_input))
+    assert "gone" not in text and "kept" in text and "secret_source" not in text
+
+
+def test_two_stills_of_one_explorer_do_not_share_ids() -> None:
+    from needlework.workbook import explorers
+
+    still = {"text/html": explorers.Slider("n", {1: "a", 2: "b"}).still()}
+    text = page(notebook(code(still, still)), notebook(code(still)))
+    assert report.problems(text) == []
+    groups = {i["name"] for i in BeautifulSoup(text, "html.parser").find_all("input")}
+    assert len(groups) == 3
+
+
+def test_summary_comes_from_the_last_verdict_or_from_the_ledger(small: Path) -> None:
+    bundle = small / "data/incidents/context-loss/ledger.json"
+    bundle.write_text('{"summary": {"symptom": "from the ledger", "verdict": "N1", "evidence": "one line"}}')
+    nb = writer.read_twin(small / "notebooks/src/00_words.py")
+    (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
+    path = report.build(runner.Plan(small))
+    assert "from the ledger" in path.read_text() and "not recorded" in path.read_text()
+    end = writer.read_twin(small / "notebooks/src/01_end.py")
+    bundle_of = verdict.summary(
+        symptom="seen", verdict="F14 is guilty", evidence=["24/24"], confidence="high", next_step="n"
+    )
+    end.cells[2].outputs = [nbformat.v4.new_output("execute_result", data=bundle_of._repr_mimebundle_())]
+    (small / "notebooks/01_end.ipynb").write_text(nbformat.writes(end))
+    assert "F14 is guilty" in report.build(runner.Plan(small)).read_text()
+    assert "from the ledger" not in path.read_text()
