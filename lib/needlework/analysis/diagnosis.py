@@ -1,0 +1,347 @@
+"""From a table of trials to a ranked list of causes, in words, with what speaks against each and what to test next.
+
+The score of a class is a likelihood: for each feature that the table could show, how often the class
+brings it.
+Pairs of classes are scored in the same way (a feature is there when either brings it), at the price of a lower prior.
+A posterior is only as good as the list of classes; so the verdict also asks for enough trials and for two independent
+lines of evidence before it calls anything shown, and it never says "proven" by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from needlework.analysis.features import Feature, extract
+from needlework.analysis.intervals import sentence
+from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES, TESTS, Signature
+from needlework.analysis.trials import hits
+
+FEW = 24  # below this many measured trials nothing is named with more than weak confidence
+PAIR_PRIOR = 0.02  # two causes at once are this much rarer than one
+STRONG, WEAK = 3.0, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
+# Features that say the same thing in other words count as one line of evidence.
+LINES = {
+    **dict.fromkeys(("edge", "sharp", "soft_fall"), "length"),
+    **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "edge_at_chunk"), "constant"),
+    **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash"), "constant"),
+    **dict.fromkeys(("loss", "plain_loss", "rare_loss", "both_arms_lose"), ""),
+}
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One feature as it bears on one class: `weight` is the log likelihood ratio against the background."""
+
+    feature: str
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A class with its share of the posterior and what speaks for and against it."""
+
+    code: str
+    title: str
+    posterior: float
+    score: float
+    supporting: tuple[Evidence, ...]
+    opposing: tuple[Evidence, ...]
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.title} ({100 * self.posterior:.0f} %)"
+
+
+@dataclass(frozen=True)
+class NextTest:
+    """A test that is not in the table yet, with what each hypothesis lets one expect."""
+
+    title: str
+    how: str
+    outcomes: dict[str, str]
+    power: float
+
+    def __str__(self) -> str:
+        expected = "; ".join(f"{code}: {text}" for code, text in self.outcomes.items())
+        return f"{self.title}: {self.how}. Expected: {expected}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """verdict: "healthy", "named", "two causes" or "not proven"; confidence: "weak", "moderate" or "strong"."""
+
+    verdict: str
+    confidence: str
+    ranked: tuple[Ranked, ...]
+    causes: tuple[str, ...]
+    next_tests: tuple[NextTest, ...]
+    missing: tuple[str, ...]
+    features: dict[str, Feature]
+    trials: int
+    measured: int
+    hits: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        counts = f"{sentence(self.hits, self.measured)} ({self.trials} trials)"
+        lines = [f"{self._headline()} {counts}."]
+        named = [r for r in self.ranked if r.code in self.causes] or list(
+            self.ranked[: 1 if self.verdict == "healthy" else 2]
+        )
+        for ranked in named:
+            if ranked.code == "healthy":
+                continue
+            lines.append(f"{ranked}")
+            lines += [f"  for: {e.text}" for e in ranked.supporting[:4]]
+            lines += [f"  against: {e.text}" for e in ranked.opposing[:3]]
+        if self.missing:
+            lines.append("Not measured, so not excluded: " + "; ".join(self.missing[:6]) + ".")
+        if self.next_tests:
+            lines.append(f"Next: {self.next_tests[0]}.")
+        lines += [f"Note: {note}." for note in self.notes[:5]]
+        return "\n".join(lines)
+
+    def table(self) -> pd.DataFrame:
+        """The ranking: code, title, posterior, for, against."""
+        rows = [
+            {
+                "code": r.code,
+                "title": r.title,
+                "posterior": r.posterior,
+                "for": "; ".join(e.text for e in r.supporting[:3]),
+                "against": "; ".join(e.text for e in r.opposing[:3]),
+            }
+            for r in self.ranked
+        ]
+        return pd.DataFrame(rows)
+
+    def _repr_html_(self) -> str:
+        body = "".join(f"<p>{escape(line)}</p>" for line in str(self).split("\n"))
+        rows = "".join(
+            f"<tr><td>{escape(r.code)}</td><td>{escape(r.title)}</td><td>{100 * r.posterior:.0f} %</td></tr>"
+            for r in self.ranked[:5]
+        )
+        head = "<tr><th scope='col'>class</th><th scope='col'>cause</th><th scope='col'>share</th></tr>"
+        return f"{body}<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+    def _headline(self) -> str:
+        if self.verdict == "healthy":
+            return "Healthy as far as this table reaches:"
+        if self.verdict == "two causes":
+            return f"Two causes, {' and '.join(self.causes)} ({self.confidence} evidence):"
+        if self.verdict == "named":
+            kind = "Not corruption but a lookalike" if self.causes[0] in LOOKALIKES else "Most likely"
+            return f"{kind}: {self.causes[0]}, {BY_CODE[self.causes[0]].title} ({self.confidence} evidence):"
+        return "Not proven:"
+
+
+def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
+    """Ranks the fault classes F01–F20, the lookalikes N1–N5 and "healthy" for a table of trials.
+
+    `evidence` (optional): a mapping or dataclass with `config`, `digests`, `pages`, `logs`, `flags` (features.settings).
+    Any subset of the trial columns will do; what the table can not show is listed in `.missing`, never guessed.
+    Raises ValueError only when `trials` is not a table or the evidence is not a mapping.
+    """
+    if not isinstance(trials, pd.DataFrame):
+        raise ValueError("diagnose takes a table of trials (a DataFrame); read one with load_trials")
+    features = extract(trials, evidence)
+    seen = {name: f for name, f in features.items() if f.presence is not None}
+    hit = hits(trials)
+    measured = int(hit.notna().sum())
+    single = {s.code: _score(s, seen) + math.log(s.prior) for s in SIGNATURES}
+    pairs = {
+        (a.code, b.code): _score_pair(a, b, seen) + math.log(PAIR_PRIOR)
+        for a, b in itertools.combinations([s for s in SIGNATURES if s.code != "healthy"], 2)
+    }
+    share = _normalised(single)
+    order = sorted(SIGNATURES, key=lambda s: -single[s.code])
+    ranked = tuple(_ranked(s, share[s.code], single[s.code], seen) for s in order)
+    verdict, causes, confidence = _verdict(ranked, single, pairs, seen, measured)
+    if verdict == "two causes":  # the partner that the pair names comes second
+        first = [r for code in causes for r in ranked if r.code == code]
+        ranked = (*first, *[r for r in ranked if r.code not in causes])
+    return Diagnosis(
+        verdict,
+        confidence,
+        ranked,
+        causes,
+        tuple(_next_tests(ranked, seen, single)),
+        tuple(_missing(seen)),
+        features,
+        len(trials),
+        measured,
+        int(hit.sum()) if measured else 0,
+        tuple(_notes(trials, measured)),
+    )
+
+
+def _likelihood(odds: float, presence: float) -> float:
+    return math.log(odds * presence + (1 - odds) * (1 - presence))
+
+
+def _score(signature: Signature, seen: dict[str, Feature]) -> float:
+    return sum(_likelihood(signature.odds(name), f.presence or 0.0) for name, f in seen.items())
+
+
+def _score_pair(a: Signature, b: Signature, seen: dict[str, Feature]) -> float:
+    total = 0.0
+    for name, feature in seen.items():
+        one, two = a.odds(name), b.odds(name)
+        # a class that speaks of the feature decides it; the background of a silent partner adds nothing
+        if name not in a.expects or name not in b.expects:
+            odds = two if name in b.expects else one
+        else:
+            odds = 1 - (1 - one) * (1 - two)
+        total += _likelihood(min(0.985, odds), feature.presence or 0.0)
+    return total
+
+
+def _background(name: str, presence: float) -> float:
+    from needlework.analysis.signatures import BACKGROUND, ELSEWHERE
+
+    return _likelihood(BACKGROUND.get(name, ELSEWHERE), presence)
+
+
+def _ranked(s: Signature, posterior: float, score: float, seen: dict[str, Feature]) -> Ranked:
+    items = [
+        Evidence(name, f.text, _likelihood(s.odds(name), f.presence or 0.0) - _background(name, f.presence or 0.0))
+        for name, f in seen.items()
+        if name in s.expects
+    ]
+    supporting = sorted((e for e in items if e.weight > WEAK / 2), key=lambda e: -e.weight)
+    opposing = sorted((e for e in items if e.weight < -WEAK / 2), key=lambda e: e.weight)
+    return Ranked(s.code, s.title, posterior, score, tuple(supporting), tuple(opposing))
+
+
+def _normalised(score: dict[str, float]) -> dict[str, float]:
+    top = max(score.values())
+    weight = {code: math.exp(value - top) for code, value in score.items()}
+    total = sum(weight.values())
+    return {code: value / total for code, value in weight.items()}
+
+
+def _verdict(
+    ranked: tuple[Ranked, ...],
+    single: dict[str, float],
+    pairs: dict[tuple[str, str], float],
+    seen: dict[str, Feature],
+    measured: int,
+) -> tuple[str, tuple[str, ...], str]:
+    top = ranked[0]
+    alarms = [n for n, f in seen.items() if (f.presence or 0) >= 0.5 and not _harmless(n)]
+    if measured < 6 or not seen:
+        return "not proven", (), "weak"
+    if top.code == "healthy":
+        loss = seen.get("loss")
+        calm = (loss is None or (loss.presence or 0) < 0.5) and not alarms
+        if measured >= FEW and calm:
+            return "healthy", (), "strong" if measured >= 100 else "moderate"
+        return "not proven", (), "weak"
+    best, value = max(pairs.items(), key=lambda item: item[1])
+    if measured >= 2 * FEW and value > single[top.code] + 2.0 and all(_carries(code, best, seen) for code in best):
+        ordered = tuple(sorted(best, key=lambda code: -single[code]))
+        return "two causes", ordered, "moderate" if value < single[top.code] + 6 else "strong"
+    lines = {LINES.get(e.feature, e.feature) for e in top.supporting if e.weight >= WEAK} - {""}
+    if measured < FEW or top.posterior < 0.5 or not lines:
+        return "not proven", (), "weak"
+    decided = any(e.weight >= STRONG for e in top.supporting)
+    if top.posterior >= 0.9 and measured >= 60 and len(lines) >= 2 and decided:
+        return "named", (top.code,), "strong"
+    return "named", (top.code,), "moderate" if top.posterior >= 0.7 else "weak"
+
+
+def _carries(code: str, pair: tuple[str, str], seen: dict[str, Feature]) -> bool:
+    """Does this member explain something clear that its partner does not?"""
+    other = BY_CODE[pair[1] if code == pair[0] else pair[0]]
+    mine = BY_CODE[code]
+    return any(
+        (f.presence or 0) >= 0.7
+        and mine.expects.get(name, 0) >= 0.4
+        and other.odds(name) <= 0.2
+        and not _harmless(name)
+        for name, f in seen.items()
+    )
+
+
+# Shapes and kinds of loss: no alarm on their own.
+_HARMLESS = frozenset(
+    [
+        "loss",
+        "plain_loss",
+        "rare_loss",
+        "both_arms_lose",
+        "sharp",
+        "soft_fall",
+        "refusals",
+        "empty",
+        "near_misses",
+        "wrong_needle",
+        "many_faces",
+        "buffers_equal",
+        "flips_loaded",
+        "cold_loss_only",
+    ]
+)
+
+
+def _harmless(name: str) -> bool:
+    return name in _HARMLESS or name.startswith("edge_at")
+
+
+def _next_tests(ranked: tuple[Ranked, ...], seen: dict[str, Feature], single: dict[str, float]) -> list[NextTest]:
+    rivals = [r for r in ranked[:4] if r.posterior >= 0.01 or r is ranked[0] or r is ranked[1]]
+    weight = np.array([max(r.posterior, 0.02) for r in rivals])
+    weight = weight / weight.sum()
+    found = []
+    for test in TESTS:
+        unseen = [name for name in test.shows if name not in seen]
+        if not unseen:
+            continue
+        odds = np.array([[BY_CODE[r.code].odds(name) for name in unseen] for r in rivals])
+        spread = weight @ (odds - weight @ odds) ** 2
+        best = int(np.argmax(spread))
+        outcomes = {r.code: _expectation(odds[i, best], unseen[best]) for i, r in enumerate(rivals)}
+        found.append(NextTest(test.title, test.how, outcomes, float(spread[best])))
+    found.sort(key=lambda t: -t.power)
+    top = BY_CODE[ranked[0].code]
+    decisive = NextTest(
+        f"the decisive test of {top.code}", top.decisive, {top.code: "as it predicts", "any other class": "not"}, 1.0
+    )
+    useful = [t for t in found if t.power > 0.004][:4]
+    return [*useful, decisive] if useful else [decisive]
+
+
+def _expectation(odds: float, feature: str) -> str:
+    words = feature.replace("_", " ")
+    return f"{words} expected" if odds >= 0.5 else f"{words} possible" if odds >= 0.2 else f"no {words}"
+
+
+def _missing(seen: dict[str, Feature]) -> list[str]:
+    """What the table could not show, with the classes that hang on it."""
+    out = []
+    for test in TESTS:
+        if any(name in seen for name in test.shows):
+            continue
+        codes = [s.code for s in SIGNATURES if any(s.expects.get(name, 0) >= 0.6 for name in test.shows)]
+        if codes:
+            out.append(f"{test.title} ({', '.join(codes)})")
+    return out
+
+
+def _notes(trials: pd.DataFrame, measured: int) -> list[str]:
+    notes = [str(note)[:200] for note in trials.attrs.get("notes", [])]
+    if measured < FEW:
+        notes.insert(0, f"{measured} measured trials are too few to name a cause")
+    if len(trials) - measured > 0.3 * max(len(trials), 1):
+        notes.insert(
+            0,
+            f"{len(trials) - measured} of {len(trials)} trials measured nothing (cut, reasoning only, transport)",
+        )
+    return notes

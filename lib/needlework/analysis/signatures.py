@@ -1,0 +1,600 @@
+"""What each fault class looks like from outside and inside, as declared odds, and the test that would decide.
+
+`expects` says how often a feature (features.py) is there when the class is the cause; a feature that a class does not
+mention has its background odds in `BACKGROUND`. The odds are readings of public reports (see each class's citations),
+held against planted faults by the calibration; they are not fitted to one deployment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# How often a feature is there for a reason that is not the class in question.
+BACKGROUND = {
+    **dict.fromkeys(
+        ("comb", "comb_warm", "placement", "crossed_identity", "judge_wrong", "truncated", "tiny_prompt"), 0.02
+    ),
+    **dict.fromkeys(("last_chunk_only", "warm_vacuous", "cold_loss_only", "reload_loss", "reference_same"), 0.03),
+    **dict.fromkeys(("length_estimate", "long_suffix_heals", "padded_loss", "pd_loss", "draft_accept"), 0.03),
+    **dict.fromkeys(("position_ceiling", "far_from_end", "budget", "warm_loss", "abort_loss", "token_zero"), 0.05),
+    **dict.fromkeys(("drift", "continue_loss", "load_loss", "foreign", "first_right", "loops", "flips_serial"), 0.06),
+    **dict.fromkeys(("edge", "controls_fail"), 0.08),
+    **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash", "edge_at_chunk"), 0.08),
+    **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "near_misses", "many_faces"), 0.12),
+    **dict.fromkeys(("flips_loaded", "empty"), 0.15),
+    **dict.fromkeys(("sharp", "soft_fall", "refusals", "wrong_needle", "rare_loss"), 0.30),
+    "plain_loss": 0.50,
+    "both_arms_lose": 0.50,
+    "loss": 0.90,
+    "buffers_equal": 0.60,
+    "log_failed_load": 0.05,
+    "log_truncated": 0.03,
+    "log_nan": 0.03,
+}
+ELSEWHERE = 0.05  # any feature without a line above (flags that heal, page findings)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One fault class or lookalike."""
+
+    code: str
+    title: str
+    expects: dict[str, float]
+    decisive: str
+    citations: tuple[str, ...] = ()
+    prior: float = 1.0
+
+    def odds(self, feature: str) -> float:
+        """P(feature | this class), kept off 0 and 1 so that one odd row can not decide alone."""
+        value = self.expects.get(feature, BACKGROUND.get(feature, ELSEWHERE))
+        return min(0.985, max(0.015, value))
+
+
+@dataclass(frozen=True)
+class Test:
+    """A test somebody can run, and the features it would measure."""
+
+    title: str
+    how: str
+    shows: tuple[str, ...] = field(default=())
+
+
+_QUIET = {name: min(odds, 0.02) for name, odds in BACKGROUND.items() if odds < 0.15}
+
+SIGNATURES: tuple[Signature, ...] = (
+    Signature(
+        "healthy",
+        "no loss beyond stray misses",
+        {
+            **_QUIET,
+            "loss": 0.02,
+            "plain_loss": 0.02,
+            "both_arms_lose": 0.02,
+            "rare_loss": 0.05,
+            "sharp": 0.1,
+            "buffers_equal": 0.95,
+        },
+        "repeat the same battery with fresh text and the arms that are missing",
+        prior=4.0,
+    ),
+    Signature(
+        "N1",
+        "the prompt is cut before the model sees it",
+        {
+            "truncated": 0.92,
+            "edge_at_limit": 0.5,
+            "far_from_end": 0.45,
+            "edge": 0.4,
+            "refusals": 0.4,
+            "log_truncated": 0.6,
+            "plain_loss": 0.8,
+        },
+        "compare the tokens that were evaluated with the tokens that were sent, around the limit",
+        ("ollama#3839", "ollama#17427", "colibri#506"),
+    ),
+    Signature(
+        "N2",
+        "rounding that depends on the batch, not corruption",
+        {
+            "flips_loaded": 0.85,
+            "load_loss": 0.4,
+            "near_misses": 0.6,
+            "foreign": 0.015,
+            "flips_serial": 0.03,
+            "plain_loss": 0.12,
+            "many_faces": 0.04,
+            "heals_serial": 0.9,
+            "rare_loss": 0.6,
+            "padded_loss": 0.02,
+            "loss": 0.7,
+            "edge": 0.03,
+        },
+        "replay serially: it must be bit-identical, and the first difference under load must be a near-tie",
+        ("vllm#39146", "TensorRT-LLM#15503"),
+    ),
+    Signature(
+        "N3",
+        "the harness: token budget, judge or length estimate",
+        {
+            "budget": 0.55,
+            "judge_wrong": 0.45,
+            "length_estimate": 0.4,
+            "controls_fail": 0.35,
+            "loss": 0.5,
+            "edge": 0.04,
+            "plain_loss": 0.5,
+        },
+        "read the answers by hand: finish reasons, reasoning length, and whether the expected value stands in them",
+        ("ninfer#171", "inference-atlas#12", "inference-atlas#27"),
+    ),
+    Signature(
+        "N4",
+        "the detector is vacuous or faulty",
+        {"warm_vacuous": 0.93, "loss": 0.1, "plain_loss": 0.06, "warm_loss": 0.02, "continue_loss": 0.02, "edge": 0.02},
+        "prove every warm trial by its cached tokens, and let a second witness confirm each alarm",
+        ("vllm#51198", "vllm#45238", "sglang#28971"),
+    ),
+    Signature(
+        "N5",
+        "the checkpoint itself behaves so",
+        {"reference_same": 0.93, "loops": 0.4, "both_arms_lose": 0.85, "plain_loss": 0.85, "pd_loss": 0.02},
+        "send the same prompts to an independent server with the reference prompt encoder",
+        ("llama.cpp#26694",),
+    ),
+    Signature(
+        "F01",
+        "writer and reader of a page disagree on its layout",
+        {
+            "edge": 0.88,
+            "sharp": 0.88,
+            "edge_at_topk": 0.65,
+            "edge_at_window": 0.15,
+            "edge_at_other_k": 0.1,
+            "plain_loss": 0.95,
+            "both_arms_lose": 0.85,
+            "flips_serial": 0.02,
+            "page_layout": 0.95,
+            "wrong_needle": 0.35,
+            "soft_fall": 0.12,
+        },
+        "fill a page with entry-number patterns through the deployed writer, read it back through the reader, compare",
+        ("vllm#52109", "vllm#40991", "1Cat-vLLM#250"),
+    ),
+    Signature(
+        "F02",
+        "right layout, wrong unit (tokens, entries, pages or blocks)",
+        {
+            "position_ceiling": 0.85,
+            "edge": 0.3,
+            "sharp": 0.7,
+            "plain_loss": 0.9,
+            "both_arms_lose": 0.8,
+            "flips_serial": 0.02,
+            "page_layout": 0.2,
+        },
+        "predict the ceiling (table columns x page x ratio) and compare it with the one observed",
+        ("vllm#56380", "vllm#57536", "vllm#51252"),
+    ),
+    Signature(
+        "F03",
+        "a physical address wraps at 32 bits",
+        {
+            "placement": 0.95,
+            "drift": 0.5,
+            "plain_loss": 0.7,
+            "token_zero": 0.2,
+            "warm_loss": 0.2,
+            "edge": 0.05,
+            "flips_serial": 0.4,
+            "empty": 0.3,
+            "page_nonfinite": 0.3,
+            "load_loss": 0.15,
+        },
+        "place the same content in a page just below and just above 2^31 / stride; predict the page first",
+        ("aiter#4774", "xpu-kernels#445", "TensorRT-LLM#8058"),
+    ),
+    Signature(
+        "F04",
+        "top-k silently loses winners",
+        {
+            "edge": 0.75,
+            "soft_fall": 0.8,
+            "sharp": 0.15,
+            "edge_at_stash": 0.4,
+            "flips_serial": 0.45,
+            "plain_loss": 0.9,
+            "heals_topk": 0.85,
+            "both_arms_lose": 0.8,
+            "wrong_needle": 0.35,
+            "edge_at_topk": 0.2,
+        },
+        "compare multisets of selected scores with an exact top-k on captured rows, across the stash boundary",
+        ("sglang#36807", "vllm#51782", "flashinfer#2605"),
+    ),
+    Signature(
+        "F05",
+        "wrong top-k budget, or the wrong path is chosen",
+        {
+            "edge": 0.9,
+            "sharp": 0.85,
+            "edge_at_other_k": 0.65,
+            "edge_at_topk": 0.2,
+            "edge_at_window": 0.3,
+            "wrong_needle": 0.35,
+            "plain_loss": 0.95,
+            "both_arms_lose": 0.85,
+            "flips_serial": 0.02,
+            "soft_fall": 0.15,
+            "heals_topk": 0.3,
+        },
+        "print the effective top-k and window at each consumer, then walk the edge around ratio x top-k",
+        ("ATOM#1507", "ATOM#1591", "mlx-lm#1419"),
+    ),
+    Signature(
+        "F06",
+        "indexer or position arithmetic",
+        {
+            "far_from_end": 0.55,
+            "soft_fall": 0.6,
+            "edge": 0.45,
+            "sharp": 0.3,
+            "wrong_needle": 0.5,
+            "plain_loss": 0.85,
+            "edge_at_topk": 0.2,
+            "load_loss": 0.15,
+            "both_arms_lose": 0.85,
+            "flips_serial": 0.03,
+            "near_misses": 0.15,
+        },
+        "compare indexer scores with a reference layer by layer; send one prompt as first and as second of a batch",
+        ("sglang#13439", "mlx-lm#1189", "vllm#41834"),
+    ),
+    Signature(
+        "F07",
+        "a partial group: the residue of the length decides",
+        {
+            "comb": 0.9,
+            "comb_warm": 0.7,
+            "near_misses": 0.35,
+            "edge": 0.03,
+            "flips_serial": 0.03,
+            "plain_loss": 0.8,
+            "both_arms_lose": 0.6,
+        },
+        "scan every residue of two full periods, cold and warm, and judge each length against its neighbours",
+        ("vllm#55927", "llama.cpp#26063", "sglang#38161"),
+    ),
+    Signature(
+        "F08",
+        "state is not carried across prefill chunks",
+        {
+            "last_chunk_only": 0.85,
+            "edge_at_chunk": 0.7,
+            "edge": 0.3,
+            "sharp": 0.4,
+            "plain_loss": 0.95,
+            "both_arms_lose": 0.85,
+            "heals_chunk": 0.9,
+            "flips_serial": 0.02,
+            "pd_loss": 0.02,
+            "first_right": 0.03,
+        },
+        "one fixed prompt, chunk-size sweep that includes a single pass; rows visible against rows stored",
+        ("mlx-lm#1189", "llama.cpp#26509", "sglang#22688"),
+    ),
+    Signature(
+        "F09",
+        "a prefix hit without its side state",
+        {
+            "warm_loss": 0.9,
+            "continue_loss": 0.85,
+            "long_suffix_heals": 0.4,
+            "plain_loss": 0.06,
+            "comb_warm": 0.1,
+            "heals_cache": 0.85,
+            "abort_loss": 0.05,
+            "token_zero": 0.15,
+            "reload_loss": 0.05,
+            "rare_loss": 0.2,
+            "foreign": 0.03,
+            "crossed_identity": 0.02,
+        },
+        "cold against proved warm, with suffixes shorter and longer than the window, and against a re-prefill",
+        ("ATOM#1417", "sglang#30339", "llama.cpp#25259"),
+    ),
+    Signature(
+        "F10",
+        "the prefix tree publishes unsafe pages",
+        {
+            "abort_loss": 0.85,
+            "warm_loss": 0.35,
+            "continue_loss": 0.2,
+            "plain_loss": 0.1,
+            "heals_cache": 0.85,
+            "foreign": 0.2,
+            "load_loss": 0.1,
+            "token_zero": 0.15,
+            "page_stale": 0.4,
+        },
+        "abort a prefill, then hit its prefix; audit that no page of the tree is on the free list; flush as A/B",
+        ("sglang#38319", "sglang#28374"),
+    ),
+    Signature(
+        "F11",
+        "the cache key misses an identity",
+        {
+            "crossed_identity": 0.95,
+            "foreign": 0.65,
+            "warm_loss": 0.3,
+            "plain_loss": 0.05,
+            "abort_loss": 0.03,
+            "load_loss": 0.03,
+            "heals_cache": 0.8,
+        },
+        "same tokens under two identities (adapter, salt, image) must never hit: read the hit counter",
+        ("vllm#44701", "vllm#54342", "LMCache#4086"),
+    ),
+    Signature(
+        "F12",
+        "a page is freed while someone still uses it",
+        {
+            "abort_loss": 0.65,
+            "load_loss": 0.7,
+            "foreign": 0.6,
+            "plain_loss": 0.07,
+            "many_faces": 0.3,
+            "warm_loss": 0.1,
+            "flips_loaded": 0.5,
+            "heals_serial": 0.7,
+            "page_stale": 0.5,
+        },
+        "overlap a victim's pages with an in-flight writer's in the allocation timeline; a deferred free must heal it",
+        ("sglang#24527", "sglang#35049", "vllm-ascend#13501"),
+    ),
+    Signature(
+        "F13",
+        "PD transfer out of order or by several writers",
+        {
+            "pd_loss": 0.95,
+            "last_chunk_only": 0.55,
+            "edge_at_chunk": 0.5,
+            "first_right": 0.5,
+            "drift": 0.2,
+            "edge": 0.35,
+            "all_buffers_differ": 0.5,
+            "side_buffer_differs": 0.15,
+            "heals_combined": 0.95,
+            "both_arms_lose": 0.03,
+            "plain_loss": 0.8,
+            "edge_at_topk": 0.06,
+            "buffers_equal": 0.05,
+            "page_stale": 0.5,
+        },
+        "digest at the source after the forward against digest at the destination, needles at chunk edges",
+        ("sglang#33970", "sglang#22716", "vllm#44238"),
+    ),
+    Signature(
+        "F14",
+        "a side buffer is not moved with the main one",
+        {
+            "pd_loss": 0.8,
+            "reload_loss": 0.45,
+            "edge": 0.85,
+            "edge_at_topk": 0.8,
+            "edge_at_other_k": 0.1,
+            "sharp": 0.85,
+            "soft_fall": 0.12,
+            "last_chunk_only": 0.03,
+            "first_right": 0.04,
+            "draft_accept": 0.12,
+            "side_buffer_differs": 0.95,
+            "all_buffers_differ": 0.03,
+            "page_stale": 0.6,
+            "both_arms_lose": 0.03,
+            "plain_loss": 0.8,
+            "heals_combined": 0.9,
+            "buffers_equal": 0.03,
+        },
+        "list every registered buffer and compare its digest and restored length on both sides of the move",
+        ("sglang#17024", "Mooncake#2236", "sglang#31108"),
+    ),
+    Signature(
+        "F15",
+        "a tier or copy is not waited for",
+        {
+            "rare_loss": 0.75,
+            "load_loss": 0.6,
+            "foreign": 0.45,
+            "many_faces": 0.6,
+            "reload_loss": 0.35,
+            "plain_loss": 0.12,
+            "warm_loss": 0.3,
+            "flips_loaded": 0.6,
+            "flips_serial": 0.25,
+            "heals_wait": 0.9,
+            "abort_loss": 0.05,
+            "page_stale": 0.4,
+            "edge": 0.03,
+        },
+        "force the wait (or add delay) and compare the rates; a rate r needs about 3/r clean trials to be excluded",
+        ("sglang#22811", "vllm#45704", "LMCache#4870"),
+    ),
+    Signature(
+        "F16",
+        "a failure is swallowed",
+        {
+            "tiny_prompt": 0.6,
+            "log_failed_load": 0.85,
+            "rare_loss": 0.6,
+            "foreign": 0.25,
+            "plain_loss": 0.6,
+            "load_loss": 0.06,
+            "flips_serial": 0.4,
+            "edge": 0.03,
+            "many_faces": 0.1,
+        },
+        "join request ids with warnings and counters; inject one failure and require an error or a recompute",
+        ("vllm#52234", "LMCache#4991", "sglang#30233"),
+    ),
+    Signature(
+        "F17",
+        "static buffers: padding, graphs, shared scratch",
+        {
+            "load_loss": 0.9,
+            "padded_loss": 0.65,
+            "foreign": 0.12,
+            "heals_graphs": 0.9,
+            "plain_loss": 0.05,
+            "flips_loaded": 0.4,
+            "abort_loss": 0.04,
+            "page_nonfinite": 0.3,
+            "heals_serial": 0.6,
+            "rare_loss": 0.3,
+        },
+        "graphs off; batch sizes equal to a captured size; finite scan of reserved slots around a dummy step",
+        ("vllm#43810", "sglang#36207", "vllm-ascend#15417"),
+    ),
+    Signature(
+        "F18",
+        "NaN or uninitialised memory survives the mask",
+        {
+            "token_zero": 0.85,
+            "flips_serial": 0.4,
+            "empty": 0.5,
+            "drift": 0.55,
+            "page_nonfinite": 0.92,
+            "log_nan": 0.6,
+            "plain_loss": 0.7,
+            "edge": 0.05,
+        },
+        "poison free pages with NaN and require unchanged output; find the first non-finite layer and row",
+        ("vllm#35219", "sglang#38851", "sglang#33106"),
+    ),
+    Signature(
+        "F19",
+        "draft (speculative) state is wrong",
+        {
+            "draft_accept": 0.92,
+            "heals_drafts": 0.9,
+            "plain_loss": 0.3,
+            "loss": 0.5,
+            "token_zero": 0.12,
+            "load_loss": 0.1,
+            "pd_loss": 0.03,
+            "edge": 0.03,
+        },
+        "greedy output with 0, 1, 2 and N drafts must be equal; acceptance length for each tier and turn",
+        ("ATOM#1859", "TensorRT-LLM#18662", "ds4#750"),
+    ),
+    Signature(
+        "F20",
+        "fp8 or fp4 scale and rounding",
+        {
+            "near_misses": 0.72,
+            "plain_loss": 0.85,
+            "page_scale": 0.92,
+            "heals_dtype": 0.9,
+            "edge": 0.1,
+            "comb": 0.015,
+            "sharp": 0.05,
+            "soft_fall": 0.25,
+            "both_arms_lose": 0.85,
+            "flips_serial": 0.03,
+            "foreign": 0.02,
+            "wrong_needle": 0.25,
+            "load_loss": 0.03,
+        },
+        "dequantise a page against a reference with scales that are no powers of two; KV dtype as A/B",
+        ("FlashMLA#184", "sglang#20705", "TensorRT-LLM#16916"),
+    ),
+)
+BY_CODE = {signature.code: signature for signature in SIGNATURES}
+LOOKALIKES = ("N1", "N2", "N3", "N4", "N5")
+
+TESTS: tuple[Test, ...] = (
+    Test(
+        "sent against evaluated tokens",
+        "compare prompt_tokens with the tokens sent, on both sides of the limit",
+        ("truncated", "tiny_prompt", "length_estimate"),
+    ),
+    Test(
+        "read the misses by hand", "print answers, finish reasons and budgets of every miss", ("judge_wrong", "budget")
+    ),
+    Test(
+        "warm proved by cached tokens",
+        "warm_cold: each prompt cold, then again until cached_tokens shows a hit",
+        ("warm_loss", "comb_warm", "warm_vacuous", "long_suffix_heals"),
+    ),
+    Test(
+        "PD against combined",
+        "compare_arms on identical prompts, interleaved, with A/A pairs first",
+        ("pd_loss", "both_arms_lose"),
+    ),
+    Test(
+        "buffer digests across the transfer",
+        "digest each registered buffer at the source and at the destination",
+        ("side_buffer_differs", "all_buffers_differ", "buffers_equal"),
+    ),
+    Test(
+        "needle position sweep",
+        "depth profile at one length above the edge; needles at chunk and page edges",
+        ("position_ceiling", "far_from_end", "last_chunk_only"),
+    ),
+    Test(
+        "locate and walk the edge",
+        "find_cliff, then walk token by token and compare with the constants of the configuration",
+        ("edge", "sharp", "edge_at_topk", "edge_at_other_k", "edge_at_chunk", "edge_at_window", "edge_at_stash"),
+    ),
+    Test("residue scan", "scan_residues over a full period, cold and warm", ("comb", "comb_warm")),
+    Test(
+        "concurrency echo",
+        "echo with known answers, 1 against N in flight, several batch sizes, 200 trials",
+        ("load_loss", "padded_loss", "foreign", "flips_loaded"),
+    ),
+    Test(
+        "abort and its aftermath",
+        "abort at each stage, then bystanders, follow-ups and the prefix left behind",
+        ("abort_loss",),
+    ),
+    Test("canary over time", "drift: the same kind of question after every few requests, with a CUSUM", ("drift",)),
+    Test("follow-up turns", "turns: continue the session against re-sending the same text cold", ("continue_loss",)),
+    Test(
+        "evict and reload",
+        "fill the cache until the prefix leaves the device, then ask it again, for each tier",
+        ("reload_loss",),
+    ),
+    Test("repeat identical prompts", "20 prompts twice, one at a time, nothing else in flight", ("flips_serial",)),
+    Test(
+        "page round trip",
+        "write entry-number patterns with the deployed writer, read with the deployed reader; decode a dump",
+        ("page_layout", "page_scale", "page_nonfinite", "page_stale"),
+    ),
+    Test("placement by page", "the same content in low and in high physical pages", ("placement",)),
+    Test(
+        "two identities, one text",
+        "the same tokens under two adapters or salts; the hit counter must stay at zero",
+        ("crossed_identity",),
+    ),
+    Test(
+        "acceptance length",
+        "record the draft acceptance for each tier and turn, and compare greedy output without drafts",
+        ("draft_accept", "heals_drafts"),
+    ),
+    Test(
+        "logs joined with answers",
+        "join request ids of wrong answers with warnings and failure counters",
+        ("log_failed_load", "log_nan", "log_truncated"),
+    ),
+    Test("graphs off", "run the failing batch sizes with captured graphs switched off", ("heals_graphs",)),
+    Test("exact top-k", "replace the top-k by an exact one, or compare selected scores with it", ("heals_topk",)),
+    Test("wider KV dtype", "the same prompts with a wider KV cache dtype", ("heals_dtype",)),
+    Test("prefix cache off", "the same turns with the prefix cache off", ("heals_cache",)),
+    Test("chunk-size sweep", "one fixed prompt with several chunk sizes, one of them a single pass", ("heals_chunk",)),
+    Test("force the wait", "make the copy synchronous (or add delay) and compare rates", ("heals_wait",)),
+    Test(
+        "an independent server",
+        "the same prompts against another engine with the reference prompt encoder",
+        ("reference_same",),
+    ),
+)
