@@ -223,7 +223,7 @@ def serving(app: object) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         thread.join(5)
 
 

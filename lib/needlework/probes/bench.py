@@ -122,6 +122,7 @@ class Bench:
         self._bar: Any = None
         self._ready = False
         self._overhead: int | None = None
+        self._retries: float | None = None
         if not self.replay:
             self.journal.note(
                 versions={"needlework": needlework.__version__, "python": platform.python_version()},
@@ -190,6 +191,16 @@ class Bench:
     def warn(self, sentence: str) -> None:
         self.warnings.setdefault(sentence)
 
+    def check_retries(self) -> None:
+        """A gateway that retries turns failures into late successes: say so when its counter has moved."""
+        if self._retries is None or self.endpoint is None:
+            return
+        now = run_coroutine(dialects.read_metrics(self.endpoint))["router_retries"]
+        if now is not None and now > self._retries:
+            self.warn(
+                f"the gateway retried {now - self._retries:.0f} requests: first failures are hidden in these rows"
+            )
+
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
@@ -235,6 +246,7 @@ class Bench:
             self.warn(note)
         self._ready = True
         window = found.max_model_len
+        self._retries = (await dialects.read_metrics(self.endpoint))["router_retries"]
         sizes = [n for n in (256, 1024) if window is None or n + 64 < window]
         for size in sizes:  # two points give the seconds a request and the seconds a token
             a = Ask("calibration", PromptSpec(size, seed=987), arm=self.arm)

@@ -13,6 +13,7 @@ from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
 from .budget import Limits
 from .controls import control_asks, harness_sentence, run_controls
 from .prompts import PromptSpec
+from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
 
 LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
@@ -159,6 +160,8 @@ def _describe(found: Cliff, edge: int | None, constants: tuple[Constant, ...], r
     text = str(found)
     text = f"{text[0].upper()}{text[1:]}."
     if found.state == "no cliff":
+        if surprising(*outcomes(rows)):
+            return f"{text} But recall is not whole at any length: {share(rows)}.", "finding"
         return f"{text} Trials: {share(rows)}.", "healthy"
     if edge is not None:
         text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss."

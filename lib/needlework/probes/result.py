@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 class Result:
     """Base of all results.
 
-    trials     the instrument's rows, in the contract's columns
+    trials     the instrument's rows in the contract's columns, without the controls
+    controls   rows of the controls (an absent fact is rightly refused: such rows are no misses)
     table      what the sentence rests on, a few rows
     sentence   what was seen, with its interval; never more than the trials allow
     verdict    "healthy", "finding", "harness" (the controls failed) or "not proven"
@@ -32,6 +33,7 @@ class Result:
     warnings: tuple[str, ...] = ()
     stopped: str = ""
     details: dict[str, Any] = field(default_factory=dict, repr=False)
+    controls: pd.DataFrame | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
         parts = [self.sentence]
@@ -89,6 +91,15 @@ def unmeasured(rows: list[Row]) -> str:
 
 def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
     """The result of a bench: adds its trials and warnings."""
+    bench.check_retries()
     if lost := unmeasured(rows):
         bench.warn(lost)
-    return Result(probe=bench.probe, trials=bench.trials(), warnings=tuple(bench.warnings), **fields)
+    trials = bench.trials()
+    control = trials["probe"] == "control"
+    return Result(
+        probe=bench.probe,
+        trials=trials[~control].reset_index(drop=True),
+        controls=trials[control].reset_index(drop=True),
+        warnings=tuple(bench.warnings),
+        **fields,
+    )

@@ -224,7 +224,8 @@ async def _info(endpoint: Endpoint) -> dict[str, Any]:
 
 
 async def _metrics_text(endpoint: Endpoint) -> str:
-    return await _try(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S)) or ""
+    base = endpoint.metrics_url or endpoint.base_url
+    return await _try(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=base)) or ""
 
 
 def _engine(marks: dict[str, Any], metrics: str) -> str:

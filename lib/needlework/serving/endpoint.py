@@ -31,6 +31,7 @@ class Endpoint:
     timeout_s       bound on a whole request, first byte to last, however slowly the server drips
     max_body_bytes  bound on a body or a stream
     tokenizer_url   where token counts are asked when this URL is a router without /tokenize (a worker's URL)
+    metrics_url     where /metrics answers when not here (a router serves it on a port of its own)
     extra           fields merged into every generation request, for example {"chat_template_kwargs": {...}}
     """
 
@@ -44,6 +45,7 @@ class Endpoint:
         max_body_bytes: int = 32 << 20,
         max_connections: int = 256,
         tokenizer_url: str | None = None,
+        metrics_url: str | None = None,
         extra: dict[str, Any] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ):
@@ -58,8 +60,9 @@ class Endpoint:
         self._max_connections = max_connections
         self._transport = transport
         self._secrets = secrets_of(self.base_url, api_key)
-        if self.tokenizer_url:
-            self._secrets += secrets_of(self.tokenizer_url, None)
+        self.metrics_url = _clean(metrics_url) if metrics_url else None
+        for url in filter(None, (self.tokenizer_url, self.metrics_url)):
+            self._secrets += secrets_of(url, None)
         # httpx ties a client to the event loop that first used it
         self._clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient] = weakref.WeakKeyDictionary()
 

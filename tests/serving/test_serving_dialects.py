@@ -1,0 +1,76 @@
+"""What an endpoint can do is found by asking, in five dialects."""
+
+from __future__ import annotations
+
+import pytest
+from mock_endpoint import mock_endpoint
+from needlework.serving import Endpoint, TransportError, run
+from needlework.serving.dialects import Capabilities, count_tokens, flush, probe, read_gauges, read_metrics
+
+HELLO = [{"role": "user", "content": "Hello."}]
+EXPECTED = {
+    "sglang": ("sglang", "chat", True, "cache_salt", True, 131072),
+    "vllm": ("vllm", "chat", True, "cache_salt", True, 131072),
+    "llama.cpp": ("llama.cpp", "text", False, None, True, None),
+    "trtllm": ("openai", "usage", False, None, True, None),
+    "openai": ("openai", "usage", False, None, False, None),
+    "text": ("openai", "text", True, None, True, None),
+}
+
+
+@pytest.mark.parametrize("dialect", EXPECTED)
+def test_probe_finds_what_is_there(dialect):
+    with mock_endpoint(dialect) as mock:
+        found = run(probe(Endpoint(mock.base_url)))
+        again = run(probe(Endpoint(mock.base_url)))  # a second visitor finds the same, cache and salts notwithstanding
+    seen = (found.engine, found.tokenize, found.cached_tokens, found.salt, found.logprobs, found.max_model_len)
+    assert seen == EXPECTED[dialect]
+    assert found == again == Capabilities.from_dict(found.as_dict())
+    assert found.usage and found.model == "mock" and "mock" in str(found)
+
+
+def test_thinking_is_switched_off_only_where_it_was_seen():
+    with mock_endpoint("vllm", thinks=True) as mock:
+        found = run(probe(Endpoint(mock.base_url)))
+        assert found.thinking == "chat_template_kwargs" and not found.thinks
+        assert found.fields()["chat_template_kwargs"]["enable_thinking"] is False
+    with mock_endpoint("trtllm", thinks=True) as mock:  # forbids unknown fields
+        found = run(probe(Endpoint(mock.base_url)))
+        assert found.thinking is None and found.thinks and found.fields(salt="x") == {}
+
+
+def test_counts_agree_with_usage():
+    with mock_endpoint("sglang") as mock:
+        endpoint = Endpoint(mock.base_url)
+        run(probe(endpoint))
+        assert run(count_tokens(endpoint, HELLO)) == run(endpoint.chat(HELLO)).prompt_tokens
+    with mock_endpoint("openai") as mock:
+        endpoint = Endpoint(mock.base_url)
+        run(probe(endpoint))
+        assert run(count_tokens(endpoint, HELLO)) is None
+
+
+def test_flush_only_where_offered():
+    with mock_endpoint("sglang") as mock:
+        run(flush(Endpoint(mock.base_url)))
+        assert not mock.cache
+    with mock_endpoint("openai") as mock, pytest.raises(RuntimeError, match="no way to flush"):
+        run(flush(Endpoint(mock.base_url)))
+
+
+def test_metrics_by_alias_and_none_when_not_offered():
+    text = 'vllm:num_requests_running{model="m"} 2.0\nvllm:num_requests_running{model="n"} 1\n'
+    text += 'vllm:request_success_total{finished_reason="abort",m="x"} 4\n'
+    text += 'vllm:request_success_total{finished_reason="stop"} 9\n'
+    gauges = read_gauges(text + "garbage {{{\n")
+    assert gauges["running"] == 3 and gauges["aborted"] == 4 and gauges["kv_used"] is None
+    with mock_endpoint("openai") as mock:
+        assert set(run(read_metrics(Endpoint(mock.base_url))).values()) == {None}
+
+
+def test_model_that_is_not_served_is_named():
+    with (
+        mock_endpoint() as mock,
+        pytest.raises(TransportError, match=r"does not serve a model named 'gpt-0'.*offers mock"),
+    ):
+        run(probe(Endpoint(mock.base_url, "gpt-0")))

@@ -1,0 +1,239 @@
+"""The client against servers that behave, and against servers that do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import time
+
+import pytest
+from mock_endpoint import mock_endpoint
+from needlework.serving import Endpoint, TransportError, run
+from needlework.serving.scrub import scrub
+
+KEY = "sk-verysecretkey0123456789"
+HELLO = [{"role": "user", "content": "Hello."}]
+OK = json.dumps({"choices": [{"message": {"content": "fine"}, "finish_reason": "stop"}]}).encode()
+
+
+class Raw:
+    """A TCP server that answers each connection with `play(reader, writer)`; counts connections."""
+
+    def __init__(self, play):
+        self.play, self.connections = play, 0
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_):
+        self.server.close()
+
+    async def _serve(self, reader, writer):
+        self.connections += 1
+        try:
+            await reader.readuntil(b"\r\n\r\n")
+            await self.play(reader, writer)
+            await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+
+def head(kind: str, length: int | None = None, status: str = "200 OK", more: str = "") -> bytes:
+    size = f"Content-Length: {length}\r\n" if length is not None else ""
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{size}{more}Connection: close\r\n\r\n".encode()
+
+
+def answer(body: bytes, kind: str = "application/json", status: str = "200 OK", more: str = ""):
+    async def play(reader, writer):
+        writer.write(head(kind, len(body), status, more) + body)
+
+    return play
+
+
+async def slow_loris(reader, writer):
+    writer.write(head("application/json"))
+    while True:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def slow_headers(reader, writer):
+    for letter in b"HTTP/1.1 200 OK\r\nX-A: " + b"a" * 10_000:
+        writer.write(bytes([letter]))
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def endless_stream(reader, writer):
+    writer.write(head("text/event-stream"))
+    event = b'data: {"choices":[{"delta":{"content":"' + b"x" * 60_000 + b'"}}]}\n\n'
+    while True:
+        writer.write(event)
+        await writer.drain()
+
+
+async def endless_line(reader, writer):
+    writer.write(head("text/event-stream") + b"data: ")
+    while True:
+        writer.write(b"y" * 65536)
+        await writer.drain()
+
+
+async def gigabyte(reader, writer):
+    writer.write(head("application/json", 1 << 30))
+    for _ in range(1 << 14):
+        writer.write(b" " * 65536)
+        await writer.drain()
+
+
+async def half_stream(reader, writer):
+    writer.write(head("text/event-stream") + b'data: {"choices":[{"delta":{"content":"12"}}]}\n\n')
+
+
+async def reset(reader, writer):
+    writer.transport.abort()
+
+
+HOSTILE = {
+    "slow loris": (slow_loris, "no complete answer within"),
+    "slow headers": (slow_headers, "no complete answer within"),
+    "endless stream": (endless_stream, "longer than|no complete answer"),
+    "endless line": (endless_line, "longer than|no complete answer"),
+    "1 GB body": (gigabyte, "longer than|no complete answer"),
+    "half stream": (half_stream, "ended without an end mark|not JSON"),
+    "reset": (reset, "closed|reset"),
+    "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), "not valid UTF-8"),
+    "HTML page": (answer(b"<html><body>Bad gateway</body></html>", "text/html", "502 Bad Gateway"), "HTTP 502.*HTML"),
+    "HTML as 200": (answer(b"<html>login</html>", "text/html"), "HTML page"),
+    "wrong JSON": (answer(b'[1, 2, {"a": null}]'), "not an object"),
+    "no choices": (answer(b'{"choices": []}'), "no choices"),
+    "null choice": (answer(b'{"choices": [null]}'), "no choices"),
+    "truncated JSON": (answer(b'{"choices": [{"mess'), "not JSON"),
+    "deep JSON": (answer(b"[" * 200_000), "not JSON"),
+    "empty body": (answer(b""), "empty"),
+    "empty 500": (answer(b"", status="500 Internal Server Error"), "HTTP 500 with an empty body"),
+    "429": (answer(b'{"error": {"message": "slow down"}}', status="429 Too Many Requests"), "HTTP 429: slow down"),
+    "redirect loop": (answer(b"", status="302 Found", more="Location: /v1/chat/completions\r\n"), "redirects"),
+    "compressed": (answer(b"\x1f\x8b" + b"0" * 100, more="Content-Encoding: gzip\r\n"), "compressed"),
+    "key echo": (
+        answer(
+            json.dumps(
+                {"error": {"message": f"Incorrect API key: {KEY} for http://10.1.2.3:80/v1 on db7.corp"}}
+            ).encode(),
+            status="401 Unauthorized",
+        ),
+        "HTTP 401: Incorrect API key",
+    ),
+    "error in a 200": (answer(json.dumps({"error": f"token {KEY} is bad"}).encode()), "reports an error"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "plain"])
+def test_hostile_server_gives_one_bounded_reason(name, stream):
+    play, expected = HOSTILE[name]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    async def scenario():
+        raw = Raw(play)
+        async with raw as url:
+            endpoint = Endpoint(url, "m", KEY, 0.6, max_body_bytes=4 << 20)
+            with pytest.raises(TransportError, match=expected) as caught:
+                await endpoint.chat(HELLO, stream=stream)
+            await endpoint.aclose()
+            return caught.value.reason, raw.connections, url
+
+    started = time.perf_counter()
+    reason, connections, url = asyncio.run(scenario())
+    assert time.perf_counter() - started < 4
+    assert connections == 1  # no retry, no redirect followed
+    assert len(reason) <= 300 and "\n" not in reason
+    assert KEY not in reason and KEY[5:] not in reason and "127.0.0.1" not in reason and "10.1.2.3" not in reason
+    assert url.rsplit(":", 1)[1] not in reason
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 80 << 10  # KiB
+
+
+def test_healthy_answers_pass():
+    async def scenario():
+        async with Raw(answer(OK)) as url:
+            endpoint = Endpoint(url + "/v1/", "m", KEY, 5)
+            assert endpoint.base_url == url
+            return [await endpoint.chat(HELLO, stream=s) for s in (True, False)]
+
+    for reply in asyncio.run(scenario()):
+        assert (reply.text, reply.finish_reason, reply.prompt_tokens) == ("fine", "stop", None)
+
+
+def test_stream_gives_first_token_time_usage_and_reasoning():
+    with mock_endpoint("sglang", delay_s=0.05, thinks=True) as mock:
+        text = "The secret code for a is 12. What is the secret code for a?"
+        reply = run(Endpoint(mock.base_url).chat([{"role": "user", "content": text}], logprobs=True))
+    assert reply.text == "12" and reply.reasoning == "Let me look. "
+    assert reply.ttft_s is not None and 0.05 <= reply.ttft_s <= reply.latency_s
+    assert reply.prompt_tokens and reply.cached_tokens == 0 and reply.token_logprobs
+
+
+def test_nobody_there_wrong_key_no_model():
+    with pytest.raises(TransportError, match="cannot be reached"):
+        run(Endpoint("http://127.0.0.1:9", "m", KEY).chat(HELLO))
+    with mock_endpoint() as mock:
+        mock.key = KEY
+        with pytest.raises(TransportError, match="401: invalid api key"):
+            run(Endpoint(mock.base_url, "m", "sk-otherkey-0000000").chat(HELLO))
+        assert run(Endpoint(mock.base_url, "m", KEY).chat(HELLO)).text == "Hello."
+    with pytest.raises(ValueError, match="must start with http"):
+        Endpoint("localhost:8000")
+    with pytest.raises(TransportError, match="characters that cannot be sent"):
+        run(Endpoint("http://127.0.0.1:9", "m", "schlüssel-ключ").chat(HELLO))
+
+
+def test_cancel_closes_the_connection():
+    with mock_endpoint(delay_s=5) as mock:
+
+        async def scenario():
+            endpoint = Endpoint(mock.base_url, "m")
+            task = asyncio.create_task(endpoint.chat(HELLO))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            for _ in range(100):
+                if mock.aborted:
+                    return
+                await asyncio.sleep(0.02)
+
+        run(scenario())
+        assert mock.aborted == 1
+
+
+def test_run_works_inside_a_running_loop_and_refuses_itself():
+    async def notebook_cell():
+        return run(asyncio.sleep(0, "done"))
+
+    assert asyncio.run(notebook_cell()) == "done"
+
+    async def nested():
+        return run(asyncio.sleep(0))
+
+    with pytest.raises(RuntimeError, match="await the coroutine instead"):
+        run(nested())
+
+
+def test_scrub_keeps_words_and_removes_secrets():
+    text = "Bearer abcdef123456 at https://me:pw@host.example:8000/v1?x=1 from [2001:db8::1]:80 \x1b[31m\u202eevil"
+    line = scrub(text, secrets=("host.example",))
+    for gone in ("abcdef123456", "host.example", "pw", "2001:db8", "\x1b", "\u202e"):
+        assert gone not in line
+    assert scrub("prompt of 4,096 tokens is too long") == "prompt of 4,096 tokens is too long"
+    assert len(scrub("word " * 1000)) == 300
+
+
+def test_repr_shows_no_key_and_no_address():
+    assert KEY not in repr(Endpoint("http://10.0.0.7:1", "m", KEY)) and "10.0" not in repr(
+        Endpoint("http://10.0.0.7:1")
+    )
