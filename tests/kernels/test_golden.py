@@ -1,4 +1,4 @@
-"""The references against what public kernels put out on an H200 (tests/data/golden/README.md says how each was made)."""
+"""The references against what public kernels put out on an H200 (see README.md beside the golden files)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from needlework.kernels import reference as ref
 from needlework.pages import LAYOUTS
 

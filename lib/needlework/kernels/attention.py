@@ -22,7 +22,7 @@ def gather_entries(pool: Tensor, slots: Tensor, layout: str, page_tokens: int, d
     out = torch.zeros((len(flat), layout_of(layout).dim), dtype=dtype, device=pool.device)
     if len(used):
         out[flat >= 0] = layout_of(layout).gather(pool, used, page_tokens=page_tokens).to(dtype)[place]
-    return out.reshape(*slots.shape, -1)
+    return out.reshape(*slots.shape, out.shape[1])
 
 
 def _attend(q: Tensor, entries: Tensor, valid: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -83,10 +83,6 @@ def page_ids(count: int, page_bytes: int, placing: str, g: torch.Generator) -> t
     return torch.randperm(size - 1, generator=g)[:count] + 1, size
 
 
-def fp8_numbers(x: Tensor) -> Tensor:
-    return x.to(torch.float8_e4m3fn)
-
-
 def widened(x: Tensor) -> Tensor:
     """The same numbers as a slice of a wider buffer: rows apart, last axis contiguous."""
     wide = torch.zeros((*x.shape[:-1], x.shape[-1] + 24), dtype=x.dtype, device=x.device)
@@ -168,7 +164,10 @@ class LogitsCase(Case):
             layout.scatter(pool, table[b].long()[position // 64] * 64 + position % 64, keys)
         if self.data == "negative":
             weights = -weights.abs()
-        q = fp8_numbers(q)
+        scale = (
+            q.abs().amax(dim=-1, keepdim=True) / 448
+        )  # the query's own scale goes into the weights, as in the engines
+        q, weights = (q / scale).to(torch.float8_e4m3fn), weights * scale[..., 0]
         if self.strided:
             weights, table = widened(weights), widened(table)
             q = widened(q.view(torch.uint8)).view(torch.float8_e4m3fn)

@@ -97,13 +97,15 @@ def check(
     size: str | None = None,
     seed: int = 0,
     device: str | None = None,
+    fail_fast: bool = False,
 ) -> CheckResult:
     """Run a candidate over the cases of an operation and hold it against the reference.
 
     candidate: a `Candidate`, a spec for `candidates.load`, or a function with the reference's signature; cases: default
     `suite(operation, size, seed)`, size "full" on a CUDA device and "small" elsewhere. Each case runs on poisoned
     memory, twice, over two backgrounds; a difference near its limit is judged anew against the reference in float64.
-    Raises ValueError for an unknown operation or spec; a failing or raising kernel is a result, never an exception.
+    `fail_fast` ends with the first case that fails. Raises ValueError for an unknown operation or spec; a failing or
+    raising kernel is a result, never an exception.
     """
     op = operation_of(operation)
     if isinstance(candidate, str):
@@ -120,14 +122,23 @@ def check(
     if reason or function is None:
         return CheckResult(candidate.name, operation, None, pd.DataFrame(), pd.DataFrame(), reason)
     chosen = suite(operation, size or ("full" if device == "cuda" else "small"), seed) if cases is None else cases
-    rows = [row for _, row in sorted(_run(op, function, list(chosen), device))]
-    extra, notes = _reused(op, function, list(chosen), device)
+    rows = [row for _, row in sorted(_run(op, function, list(chosen), device, fail_fast))]
+    ran_names = {row["case"] for row in rows if row["status"] in ("ok", "FAIL")}
+    stop = fail_fast and any(row["status"] == "FAIL" for row in rows)
+    usable = [case for case in chosen if not stop and f"{case.name}" in ran_names]
+    extra, notes = _reused(op, function, usable, device)
     table = pd.DataFrame(rows + extra)
-    passed = bool((table["status"] == "ok").any()) and not bool((table["status"] == "FAIL").any())
-    return CheckResult(candidate.name, operation, passed, table, _coverage(table, notes), candidate.note)
+    failed, ran = (bool((table["status"] == status).any()) for status in ("FAIL", "ok"))
+    note = (
+        candidate.note if failed or ran else f"every case was refused or could not be built: {table['detail'].iloc[0]}"
+    )
+    passed = False if failed else (True if ran else None)
+    return CheckResult(candidate.name, operation, passed, table, _coverage(table, notes), note)
 
 
-def _run(op: Operation, function: Callable[..., Any], cases: list[Case], device: str) -> Iterator[tuple[int, dict]]:
+def _run(
+    op: Operation, function: Callable[..., Any], cases: list[Case], device: str, fail_fast: bool
+) -> Iterator[tuple[int, dict]]:
     """Forwards over NaN, then backwards over noise, so that what one case leaves behind meets a smaller and a larger
     one."""
     first: dict[int, tuple[Outputs, list[Comparison]]] = {}
@@ -140,8 +151,13 @@ def _run(op: Operation, function: Callable[..., Any], cases: list[Case], device:
         row, got = _attempt(op, function, case, inputs, float("nan"))
         if got is None:
             yield i, row
+            if fail_fast and row["status"] == "FAIL":
+                return
             continue
         first[i] = (got, _judged(op, inputs, got, op.want(inputs)))
+        if fail_fast and not all(c.passed for c in first[i][1]):
+            yield i, _case_row(case, first[i][1], "")
+            return
     for i in sorted(first, reverse=True):
         case, (got, comparisons) = cases[i], first.pop(i)
         inputs = case.inputs("noise", device)

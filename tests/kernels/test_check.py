@@ -1,0 +1,136 @@
+"""check() catches every mutant, and finds nothing wrong with a good kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mutants import MUTANTS, logits, stores, top
+from mutants_attention import decodes, finishes, merges, routes
+from mutants_attention import top as highest
+from needlework.kernels import check
+from needlework.kernels import reference as ref
+from needlework.kernels.cases import DecodeCase, LogitsCase, PlainCase, TopkCase
+from needlework.kernels.operations import OPERATIONS
+from needlework.kernels.suites import suite
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+def test_every_mutant_is_caught(mutant):
+    result = check(mutant.function, mutant.operation, fail_fast=True, device="cpu")
+    assert result.passed is False, f"{mutant} was not caught"
+    detail = result.failures["detail"].iloc[0]
+    assert not detail.startswith("raises"), f"{mutant} broke instead of being wrong: {detail}"
+
+
+GOOD = {
+    "store_index_keys": stores(lambda *written: written),
+    "indexer_logits": logits(),
+    "select_topk": top(lambda scores: scores),
+    "sparse_mla_decode": decodes(),
+    "merge_partials": merges(lambda lses: torch.exp(lses - highest(lses))),
+    "finish_index_keys": finishes(),
+    "router_topk": routes(ref.router_scores),
+}
+
+
+@pytest.mark.parametrize("operation", GOOD)
+def test_what_mutants_are_made_of_passes_without_the_fault(operation):
+    assert check(GOOD[operation], operation, device="cpu").passed is True
+
+
+def test_there_are_many_mutants_of_many_operations():
+    assert len(MUTANTS) >= 40
+    assert {m.operation for m in MUTANTS} == set(OPERATIONS)
+    assert len({str(m) for m in MUTANTS}) == len(MUTANTS)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_good_kernel_gives_no_alarm(operation):
+    result = check("reference", operation, seed=3, device="cpu")
+    assert result.passed is True, str(result)
+    assert "agrees with the reference" in str(result)
+
+
+def test_good_runs_over_many_seeds_give_no_alarm():
+    """A good kernel that computes in another order, over many seeds; benchmarks/kernel_check.py does 500 of each."""
+    for seed in range(10):
+        for operation in ("select_topk", "merge_partials"):
+            assert check(GOOD[operation], operation, seed=seed, device="cpu").passed is True, (operation, seed)
+
+
+def test_missing_and_foreign_candidates_are_said_not_raised():
+    result = check("deep_gemm", "select_topk")
+    assert result.passed is None and "not checked" in str(result)
+    result = check("triton", "router_topk", device="cpu")
+    assert result.passed is None and "offers" in str(result)
+    with pytest.raises(ValueError, match="unknown operation"):
+        check("reference", "flash_attention")
+
+
+def test_a_refusal_counts_only_where_a_case_allows_it():
+    def refuses(q, pool, indices, **more):
+        raise ValueError("I take nothing")
+
+    must = check(refuses, "sparse_mla_decode", [DecodeCase("plain", 1)], device="cpu")
+    may = check(refuses, "sparse_mla_decode", [DecodeCase("plain", 1, optional="anything")], device="cpu")
+    assert must.passed is False and "I take nothing" in str(must)
+    assert may.passed is None and set(may.table["status"]) == {"refused"}  # nothing ran: neither a pass nor a failure
+
+
+def test_coverage_says_what_could_not_be_seen_here():
+    result = check("reference", "merge_partials", device="cpu")
+    coverage = result.coverage.set_index("topic")
+    assert not coverage.loc["captured in a CUDA graph and replayed with other lengths", "covered"]
+    assert coverage.loc["run twice, in another order, and compared bit for bit", "covered"]
+    assert not coverage[coverage.index.str.startswith("timing, races")]["covered"].any()
+    assert "no CUDA device" in coverage["how"].tolist()
+
+
+def test_uninitialised_memory_is_seen():
+    def reads_fresh_memory(logits, lengths, k, page_table=None, *, page_tokens=64):
+        fresh = torch.empty((len(logits), k), dtype=torch.int32)
+        return ref.select_topk(logits, lengths, k, page_table, page_tokens=page_tokens) + (fresh > 0x40000000)
+
+    assert check(reads_fresh_memory, "select_topk", [TopkCase("x", 1, lengths=(600,))], device="cpu").passed is False
+
+
+def test_a_kernel_that_depends_on_what_it_may_not_read_differs_bit_for_bit():
+    def peeks(q, weights, pool, page_table, lengths, **more):
+        out = ref.indexer_logits(q, weights, pool, page_table, lengths, **more)
+        return out * (1.0 + 1e-6 * (pool[0, 0] == 0xFF))
+
+    result = check(peeks, "indexer_logits", [LogitsCase("x", 1, lengths=(70,))], device="cpu")
+    assert result.passed is False and "two runs differ" in str(result)
+
+
+def test_a_doubtful_difference_is_judged_in_float64():
+    def coarse(q, pool, indices, **more):
+        out, lse = ref.sparse_mla_decode(q, pool, indices, **more)
+        return (out * 1.003).bfloat16(), lse
+
+    result = check(coarse, "sparse_mla_decode", [DecodeCase("x", 1)], device="cpu")
+    assert result.passed is True and "float64" in set(result.table["precision"])
+
+
+def test_a_hostile_message_is_escaped_and_bounded():
+    def shouts(**inputs):
+        raise RuntimeError("<script>alert(1)</script>" + "x" * 10_000)
+
+    result = check(shouts, "router_topk", device="cpu")
+    html = result._repr_html_()
+    assert "<script>" not in html and len(html) < 20_000
+
+
+def test_cases_are_the_same_for_the_same_seed_and_vary_with_it():
+    one, same = suite("indexer_logits", seed=1)[0].inputs(), suite("indexer_logits", seed=1)[0].inputs()
+    other = suite("indexer_logits", seed=2)[0].inputs()
+    assert torch.equal(one["pool"], same["pool"]) and torch.equal(one["weights"], same["weights"])
+    assert not torch.equal(one["weights"], other["weights"])
+    with pytest.raises(ValueError, match="size must be"):
+        suite("indexer_logits", "huge")
+
+
+def test_plain_cases_make_their_inputs_from_the_seed():
+    case = PlainCase("x", 7, make=lambda g: {"x": torch.rand(2, generator=g)})
+    assert torch.equal(case.inputs()["x"], case.inputs()["x"])
+    assert not torch.equal(case.inputs()["x"], case.varied().inputs()["x"])
