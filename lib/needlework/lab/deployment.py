@@ -223,27 +223,30 @@ def _router_child(kind: str, ports: Mapping[str, int], retries: bool) -> Child:
 def _wait(children: Mapping[str, Child], ports: Mapping[str, int], timeout_s: float) -> None:
     """Wait until every process answers; LabError with the last log lines when one ends or stays silent."""
     deadline = time.monotonic() + timeout_s
-    waiting = list(children)
+    waiting = list(children)  # the router is last: it is not ready before the servers are
     while waiting:
-        for role in list(waiting):
-            child = children[role]
+        for role, child in children.items():
             if not child.alive:
                 raise LabError(_epitaph(role, child))
-            path = "/readiness" if role == "router" else "/health"
-            try:
-                status, _, _ = _call(ports[role], "GET", path, timeout_s=0.5)
-                if status == 404 and role == "router":  # the mini load balancer knows no /readiness
-                    status, _, _ = _call(ports[role], "GET", "/health", timeout_s=0.5)
-            except OSError:
-                status = 0
-            if status == 200:
-                waiting.remove(role)
-        if waiting and time.monotonic() > deadline:
-            role = waiting[0]
-            tail = children[role].log_tail()
-            raise LabError(f"the {role} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
-        if waiting:
-            time.sleep(POLL_S)
+        if _ready(waiting[0], ports[waiting[0]]):
+            waiting.pop(0)
+            continue
+        if time.monotonic() > deadline:
+            tail = children[waiting[0]].log_tail()
+            raise LabError(f"the {waiting[0]} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
+        time.sleep(POLL_S)
+
+
+def _ready(role: str, port: int) -> bool:
+    paths = ("/readiness", "/health") if role == "router" else ("/health",)  # the mini load balancer has no /readiness
+    for path in paths:
+        try:
+            status, _, _ = _call(port, "GET", path, timeout_s=0.5)
+        except OSError:
+            return False
+        if status != 404:
+            return status == 200
+    return False
 
 
 def _epitaph(role: str, child: Child) -> str:
@@ -274,8 +277,8 @@ def start(
     geometry   "v4" or "tiny" (see `lab.types.GEOMETRIES`)
     port       of `base_url`; 0 for any free one
     router     "sglang": SGLang's router as deployed, which drops rid and cache_salt from chat bodies and passes a
-               client's disconnection on; "mini": its --mini-lb, which keeps every field but notices neither a closed connection
-               of a non-streaming request nor a failed prefill
+               client's disconnection on; "mini": its --mini-lb, which keeps every field but notices neither a closed
+               connection of a non-streaming request nor a failed prefill
     retries    let the router send a failed request again (its default, which hides first failures)
     options    keyword arguments of the engine, the same for all processes
 
@@ -315,7 +318,7 @@ def start(
         if mode == "pd":
             children["router"] = _router_child(router, ports, retries)
         for held in [*listeners.values(), *([bootstrap] if bootstrap else [])]:
-            held.close()  # the children hold them now; a dead child must not leave a port that accepts and never answers
+            held.close()  # the children hold them now; a dead child's port must refuse, not accept and never answer
         _wait(children, ports, start_timeout_s)
         yield Deployment(mode, geometry, planted, int(seed), ports, children, router if mode == "pd" else None)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from needlework.lab.asks import MODEL
-from needlework.lab.pair import DecodeWorker, PrefillWorker
+from needlework.lab.decode import DecodeWorker
+from needlework.lab.prefill import PrefillWorker
 from needlework.lab.worker import Worker
 
 

@@ -113,6 +113,10 @@ class Child:
         raw = os.pread(self._log.fileno(), LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
         return "\n".join(raw.decode("utf-8", "replace").splitlines()[-lines:])
 
+    def read_log(self, offset: int = 0) -> bytes:
+        """What the child has written from byte `offset` on, at most 64 KiB."""
+        return b"" if self._log.closed else os.pread(self._log.fileno(), LOG_TAIL_BYTES, offset)
+
     def rss_bytes(self) -> int:
         """Resident memory of the process in bytes (0 where /proc is not offered, or after its end)."""
         try:

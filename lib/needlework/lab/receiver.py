@@ -79,6 +79,18 @@ class Receiver(Loop):
         if changed:
             self.post(lambda: self._forget(room, reason))
 
+    def disown(self, host: str, port: int, room: int, reason: str) -> None:
+        """Tell the prefill server at host:port that a room will not be registered."""
+        address = f"tcp://{host}:{port}"
+        if self.rooms.advance(room, State.FAILED):
+            self._peer_later(address, [b"ABORT", pack_room(room), reason.encode()[:300]])
+
+    def _peer_later(self, address: str, frames: list[bytes]) -> None:
+        def send() -> None:
+            self._peer(address).send_multipart(frames)
+
+        self.post(send)
+
     # ---- in the loop's thread ----
 
     def _register(self, address: str, registration: Registration) -> None:

@@ -30,8 +30,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
 
 def build_worker(arguments: argparse.Namespace) -> Any:
     """The engine and its thread for a role; raises ValueError for a fault, geometry or option that does not exist."""
+    from needlework.lab.decode import DecodeWorker
     from needlework.lab.engine import Engine
-    from needlework.lab.pair import DecodeWorker, PrefillWorker
+    from needlework.lab.prefill import PrefillWorker
     from needlework.lab.worker import Worker
 
     engine = Engine(

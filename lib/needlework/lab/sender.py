@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from .wire import (
 )
 
 KEEPALIVE_S = 1.0
+REMEMBERED_REASONS = 256
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Sender(Loop):
         self.rooms = RoomTable()
         self._known: dict[int, _Outgoing] = {}
         self._peers: dict[str, zmq.Socket[bytes]] = {}
+        self._reasons: OrderedDict[int, str] = OrderedDict()  # why rooms failed, for the half that comes later
         self._control = self._socket(zmq.ROUTER)
         if listener is not None:
             self._control.setsockopt(zmq.USE_FD, listener.detach())
@@ -99,7 +102,7 @@ class Sender(Loop):
     def _expect(self, room: int) -> None:
         self.rooms.advance(room, State.BOOTSTRAPPING)
         if self.rooms.get(room) in (State.FAILED, State.SUCCESS):
-            self.on_failed(room, "this bootstrap room was used before")
+            self.on_failed(room, self._reasons.get(room, "this bootstrap room was used before"))
             return
         known = self._known.setdefault(room, _Outgoing())
         known.expected, known.since = True, time.monotonic()
@@ -129,7 +132,8 @@ class Sender(Loop):
             self._status(identity, room, State.FAILED, "the data address is not on the loopback interface")
             return
         if self.rooms.get(room) in (State.FAILED, State.SUCCESS):
-            self._status(identity, room, State.FAILED, "the prefill server has already given up this request")
+            reason = self._reasons.get(room, "the prefill server has served this bootstrap room before")
+            self._status(identity, room, State.FAILED, reason)
             return
         self.rooms.advance(room, State.BOOTSTRAPPING)
         known = self._known.setdefault(room, _Outgoing())
@@ -183,6 +187,9 @@ class Sender(Loop):
         known = self._known.pop(room, None)
         if not self.rooms.advance(room, State.FAILED):
             return
+        self._reasons[room] = reason
+        if len(self._reasons) > REMEMBERED_REASONS:
+            self._reasons.popitem(last=False)
         self.counters.failed += 1
         if tell_peer and known is not None and known.identity is not None:
             self._status(known.identity, room, State.FAILED, reason)

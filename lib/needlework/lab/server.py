@@ -213,7 +213,7 @@ class Front:
 
     async def faults(self, http: HttpRequest) -> Response:
         hooks = self.engine.hooks
-        return Json({"faults": list(self.facts["faults"]), "hooks": hooks.installed(), "role": self.worker.role})
+        return Json({"faults": list(self.facts["faults"]), "hooks": hooks.active(), "role": self.worker.role})
 
 
 def build(worker: Worker, facts: dict[str, Any]) -> Starlette:

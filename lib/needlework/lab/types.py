@@ -178,7 +178,7 @@ class Reservation:
 # keywords that describe the place) and returns it; healthy code returns what it was given.
 HOOKS: dict[str, str] = {
     # transfer between prefill and decode
-    "chunk_buffers": "tuple of buffer names that the transfer moves for `chunk` (keywords: chunk, buffers)",
+    "chunk_buffers": "tuple of buffer names that the transfer moves for `chunk` (keywords: chunk)",
     "chunk_bytes": "bytes of one buffer of one chunk just before they are sent (keywords: chunk, buffer)",
     "received_pages": "destination page ids of one buffer of one chunk (keywords: chunk_index, buffer)",
     "handoff": "Handoff as it is sent (keywords: chunk)",

@@ -25,7 +25,9 @@ IDLE_WAIT_S = 0.05
 
 
 class Worker(threading.Thread):
-    """A combined server's engine: requests in, events out. Prefill and decode servers refine it (module `pair`)."""
+    """A combined server's engine: requests in, events out. Prefill and decode servers refine it (modules `prefill`,
+    `decode`).
+    """
 
     role = "combined"
 
@@ -84,11 +86,12 @@ class Worker(threading.Thread):
         while not self._stopping:
             self.beat = time.monotonic()
             try:
-                self._drain(wait=not self.engine.busy)
-                if self.engine.busy:
-                    for event in self.engine.step():
-                        self._event(event)
-                self.after_step()
+                self._drain(wait=self.failure is not None or not self.engine.busy)
+                if self.failure is None:
+                    if self.engine.busy:
+                        for event in self.engine.step():
+                            self._event(event)
+                    self.after_step()
             except Exception as error:
                 self._broken(error)
 
@@ -105,17 +108,22 @@ class Worker(threading.Thread):
         """Called after every turn of the loop."""
 
     def _submit(self, request: Request, emit: Emit) -> None:
+        problem = None
         if self.failure is not None:
-            emit(HttpError(503, f"the engine has failed before and takes no more requests: {self.failure}"))
-            return
-        if request.rid in self._requests:
-            emit(HttpError(400, f"a request with rid {request.rid!r} is running already", "rid"))
-            return
-        self._emits[request.rid], self._requests[request.rid] = emit, request
-        try:
-            self.begin(request)
-        except ValueError as error:
-            self.conclude(request.rid, HttpError(400, str(error)))
+            problem = HttpError(503, f"the engine has failed before and takes no more requests: {self.failure}")
+        elif request.rid in self._requests:
+            problem = HttpError(400, f"a request with rid {request.rid!r} is running already", "rid")
+        else:
+            self._emits[request.rid], self._requests[request.rid] = emit, request
+            try:
+                self.begin(request)
+            except ValueError as error:
+                problem = HttpError(400, str(error))
+                self._emits.pop(request.rid)
+                self._requests.pop(request.rid)
+        if problem is not None:
+            self.refused(request, problem.message)
+            emit(problem)
 
     def begin(self, request: Request) -> None:
         """Start a request that was just accepted; ValueError refuses it."""
@@ -133,6 +141,9 @@ class Worker(threading.Thread):
             self.conclude(event.rid, HttpError(500, event.error or "the engine gave no reason"))
         else:
             self.conclude(event.rid, event)
+
+    def refused(self, request: Request, reason: str) -> None:
+        """Called when a request ends without the engine's doing: it was not accepted, or the engine failed."""
 
     def first_token(self, request: Request) -> None:
         """A prompt is complete: remember what its pages hold."""
@@ -164,5 +175,6 @@ class Worker(threading.Thread):
     def _broken(self, error: Exception) -> None:
         traceback.print_exc(file=sys.stderr)
         self.failure = f"{type(error).__name__}: {error}"[:300]
-        for rid in list(self._requests):
+        for rid, request in list(self._requests.items()):
+            self.refused(request, f"the engine failed: {self.failure}")
             self.conclude(rid, HttpError(500, f"the engine failed: {self.failure}"))
