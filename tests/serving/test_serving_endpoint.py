@@ -178,6 +178,16 @@ def test_stream_gives_first_token_time_usage_and_reasoning():
     assert reply.prompt_tokens and reply.cached_tokens == 0 and reply.token_logprobs
 
 
+def test_half_a_surrogate_pair_becomes_harmless():
+    body = b'{"choices": [{"message": {"content": "a\\ud800b"}, "finish_reason": "stop"}]}'
+
+    async def scenario():
+        async with Raw(answer(body)) as url:
+            return await Endpoint(url, "m").chat(HELLO)
+
+    assert asyncio.run(scenario()).text == "a?b"
+
+
 def test_nobody_there_wrong_key_no_model():
     with pytest.raises(TransportError, match="cannot be reached"):
         run(Endpoint("http://127.0.0.1:9", "m", KEY).chat(HELLO))

@@ -95,21 +95,23 @@ def log_line(r: Random) -> str:
 def stock_note(r: Random) -> str:
     return (
         f"Bay {r.randrange(1, 99)} holds {r.randrange(4, 990)} {r.choice(ADJECTIVES)} {r.choice(ITEMS)}, counted by "
-        f"{r.choice(PEOPLE)} on {r.choice(DAYS)} and stacked near the {r.choice(NOUNS)} door.\n"
+        f"{r.choice(PEOPLE)} on {r.choice(DAYS)} the {r.randrange(1, 31)}th and stacked near the "
+        f"{r.choice(NOUNS)} door.\n"
     )
 
 
 def minutes_note(r: Random) -> str:
     return (
-        f"{r.choice(PEOPLE)} asked {r.choice(PEOPLE)} whether {r.choice(TOPICS)} should be {r.choice(WISHES)}; "
-        f"{r.choice(MOVES)}.\n"
+        f"{r.choice(PEOPLE)} asked {r.choice(PEOPLE)} whether {r.choice(TOPICS)} beside the {r.choice(ADJECTIVES)} "
+        f"{r.choice(NOUNS)} should be {r.choice(WISHES)}; after {r.randrange(3, 90)} minutes {r.choice(MOVES)}.\n"
     )
 
 
 def code_comment(r: Random) -> str:
     return (
-        f"# the {r.choice(ADJECTIVES)} {r.choice(PARTS)} {r.choice(ACTIONS)} so that {r.choice(REASONS)} "
-        f"(see the {r.choice(NOUNS)} notes, page {r.randrange(2, 400)}).\n"
+        f"# the {r.choice(ADJECTIVES)} {r.choice(PARTS)} {r.choice(ACTIONS)} for {r.randrange(2, 600)} "
+        f"{r.choice(THINGS)} so that {r.choice(REASONS)} (see the {r.choice(NOUNS)} notes, "
+        f"page {r.randrange(2, 400)}).\n"
     )
 
 

@@ -72,7 +72,8 @@ def _integer(value: Any) -> int | None:
 
 def _string(value: Any) -> str:
     if isinstance(value, str):
-        return value
+        # JSON can spell half a surrogate pair, which no table or file accepts
+        return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):  # content parts
         return "".join(_string(part.get("text")) for part in value if isinstance(part, dict))
     return ""

@@ -1,0 +1,154 @@
+"""The journal: nothing lost, nothing twice, torn lines set aside, hostile text kept harmless."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from mock_endpoint import mock_endpoint
+from needlework.analysis import load_trials
+from needlework.probes import Journal, Recorded, recall
+
+WORKER = """
+import sys
+from needlework.probes import recall
+recall(sys.argv[1], sys.argv[2], lengths=(200, 300, 400), depths=(0.2, 0.5, 0.8), repeats=2, concurrency=4,
+       controls=False)
+"""
+
+
+def row(i, outcome="exact"):
+    return {"trial_id": f"t{i}", "outcome": outcome, "answer": "\u2028 \x00 \U0001f600", "probe": "recall"}
+
+
+def test_append_read_back_and_last_row_wins(tmp_path):
+    with Journal(tmp_path / "run") as journal:
+        journal.append(row(1, "transport"))
+        assert journal.get("t1") is None and journal.get("t1", final=True)
+        journal.append(row(1))
+        journal.append(row(2))
+        journal.note(parameters={"recall": {"a": 1}})
+        journal.note(parameters={"cliff": {"b": 2}})
+    with Journal(tmp_path / "run") as journal:
+        assert list(journal.frame()["trial_id"]) == ["t1", "t2"] and journal.get("t1")["outcome"] == "exact"
+        assert set(journal.manifest["parameters"]) == {"recall", "cliff"}
+        assert journal.frame().loc[0, "answer"] == "\u2028 \x00 \U0001f600"
+
+
+def test_torn_last_line_is_set_aside_and_the_next_append_is_whole(tmp_path):
+    run = tmp_path / "run"
+    with Journal(run) as journal:
+        journal.append(row(1))
+    with open(run / "trials.jsonl", "ab") as file:
+        file.write(b'{"trial_id": "t2", "outc')
+    with Journal(run) as journal:
+        assert journal.torn == 1 and set(journal.rows) == {"t1"}
+        journal.append(row(3))
+    assert [json.loads(line)["trial_id"] for line in (run / "trials.jsonl").read_text().splitlines()] == ["t1", "t3"]
+    assert "t2" in (run / "trials.torn").read_text()
+    assert len(load_trials(run)) == 2
+    with open(run / "trials.jsonl", "ab") as file:  # complete, only the line break is missing
+        file.write(json.dumps(row(4)).encode())
+    with Journal(run) as journal:
+        journal.append(row(5))
+    assert len(load_trials(run)) == 4
+
+
+def test_malformed_line_in_the_middle_is_named_and_nothing_changes(tmp_path):
+    run = tmp_path / "run"
+    with Journal(run) as journal:
+        journal.append(row(1))
+    raw = (run / "trials.jsonl").read_bytes() + b"not json\n" + json.dumps(row(2)).encode() + b"\n"
+    (run / "trials.jsonl").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"trials.jsonl line 2 is malformed"):
+        Journal(run)
+    assert (run / "trials.jsonl").read_bytes() == raw
+
+
+def test_two_writers_are_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
+    with Journal(tmp_path / "run"), pytest.raises(ValueError, match="another process"):
+        Journal(tmp_path / "run")
+    Journal(tmp_path / "run").close()
+    with pytest.raises(FileNotFoundError, match="holds no trials"):
+        Recorded(tmp_path / "none")
+
+
+def start(url, run):
+    return subprocess.Popen([sys.executable, "-c", WORKER, url, str(run)], stderr=subprocess.DEVNULL)
+
+
+def test_kills_lose_nothing_and_repeat_only_what_was_in_flight(tmp_path):
+    run, kills, flight = tmp_path / "run", 0, 4
+    dice = random.Random(3)
+    with mock_endpoint(delay_s=0.02) as mock:
+        reference = tmp_path / "reference"
+        options = {"lengths": (200, 300, 400), "depths": (0.2, 0.5, 0.8), "repeats": 2, "concurrency": 4}
+        recall(mock.base_url, reference, controls=False, **options)
+        mock.requests.clear()
+        written: dict[str, dict] = {}
+        while kills < 3:
+            worker = start(mock.base_url, run)
+            lines = run / "trials.jsonl"
+            wanted = len(written) + dice.randrange(2, 6)
+            deadline = time.time() + 20
+            while worker.poll() is None and time.time() < deadline:
+                if lines.exists() and lines.read_bytes().count(b"\n") >= wanted:
+                    break
+                time.sleep(0.002)
+            time.sleep(dice.random() * 0.02)
+            if worker.poll() is not None:
+                break
+            os.kill(worker.pid, signal.SIGKILL)
+            worker.wait()
+            kills += 1
+            now = {r["trial_id"]: r for r in map(json.loads, lines.read_bytes().split(b"\n")[:-1])}
+            assert written.items() <= now.items()  # what was on disk stays, unchanged
+            written = now
+        assert kills >= 2
+        final = start(mock.base_url, run)
+        assert final.wait(60) == 0
+        trials = list(map(json.loads, (run / "trials.jsonl").read_text().splitlines()))
+        wanted_ids = {r["trial_id"] for r in map(json.loads, (reference / "trials.jsonl").read_text().splitlines())}
+        assert {r["trial_id"] for r in trials} == wanted_ids and len(trials) == len(wanted_ids)
+        sends = Counter(r["messages"][0]["content"] for r in mock.chats)
+        again = sum(n - 1 for n in sends.values())
+        assert again <= flight * kills
+        before = len(mock.chats)
+        assert start(mock.base_url, run).wait(60) == 0
+        assert len(mock.chats) == before  # a finished run sends nothing
+
+
+def test_recorded_run_answers_without_a_server(tmp_path):
+    options = {"lengths": (300, 600), "depths": (0.5,)}
+    with mock_endpoint(lose=lambda n, p, c, o: n > 500) as mock:
+        live = recall(mock.base_url, tmp_path / "run", **options)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    replayed = recall(f"recorded:{tmp_path / 'run'}", **options)
+    assert str(replayed) == str(live) and replayed.table.equals(live.table)
+    with pytest.raises(ValueError, match=r"holds no recall trial of 700 tokens at depth 0\.5"):
+        recall(Recorded(tmp_path / "run"), lengths=(300, 700), depths=(0.5,))
+    assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
+    assert "127.0.0.1" not in "".join(p.read_text() for p in Path(tmp_path / "run").iterdir())
+
+
+def test_resume_after_failures_retries_only_those(tmp_path):
+    with mock_endpoint(fail=lambda o: (503, '{"error": "busy"}') if o in (3, 5) else None) as mock:
+        first = recall(
+            mock.base_url, tmp_path / "run", lengths=(300,), depths=(0.2, 0.5, 0.8), repeats=3, controls=False
+        )
+        assert list(first.trials["outcome"]).count("transport") == 2
+        assert any("2 of 9 trials measured nothing (2 transport: HTTP 503: busy)" in w for w in first.warnings)
+        assert first.table["measured"].sum() == 7 and first.verdict == "healthy"
+        sent = len(mock.chats)
+        second = recall(
+            mock.base_url, tmp_path / "run", lengths=(300,), depths=(0.2, 0.5, 0.8), repeats=3, controls=False
+        )
+        assert len(mock.chats) - sent == 2 and second.table["measured"].sum() == 9
