@@ -11,7 +11,7 @@ import threading
 import httpx
 import pytest
 from lab_client import MODEL, Client, ask, story, until
-from needlework import lab
+from needlework import lab, pages
 
 PROMPTS = [ask(3, "48211", 0.5), ask(40, "90715", 0.1), ask(250, "33108", 0.6)]
 
@@ -58,11 +58,10 @@ def test_every_buffer_arrives_whole_in_other_pages(pd):
 
 def test_dumps_of_both_sides_hold_the_same_bytes(pd, tmp_path):
     pd.complete(ask(30, "77120"), max_tokens=30, rid="twice")
-    paths = pd.deployment.dump_pages(tmp_path, rid="twice")
-    sides = {role: [p for p in paths if p.name.startswith(role)] for role in ("prefill", "decode")}
-    assert len(sides["prefill"]) == len(sides["decode"]) > 3
-    for path in sides["prefill"]:
-        assert path.read_bytes() == path.with_name(path.name.replace("prefill-", "decode-")).read_bytes()
+    dumps = [dump for path in pd.deployment.dump_pages(tmp_path, rid="twice") for dump in pages.read(path)]
+    sent, received = ([d for d in dumps if d.role == role and d.layout] for role in ("prefill", "decode"))
+    assert len(sent) == len(received) > 3 and pages.compare_dumps(sent, received).empty
+    assert all(a.page_ids != b.page_ids for a, b in zip(sent, received, strict=True))
 
 
 def test_transfers_are_counted(pd):
@@ -72,14 +71,19 @@ def test_transfers_are_counted(pd):
     assert pd.metric("num_transfer_failed_reqs_total") >= 0
 
 
-def test_a_planted_fault_shows_in_the_digests_of_the_index_alone():
+def test_a_planted_fault_shows_in_the_digests_of_the_index_alone(tmp_path):
     with lab.start(mode="pd", geometry="tiny", faults=("F14",)) as deployment:
         client = Client(deployment)
         prompt = ask(250, "33108", 0.6)
         assert "33108" not in client.chat(prompt)["choices"][0]["message"]["content"]
-        table = deployment.digests(messages=[{"role": "user", "content": prompt}]).set_index("buffer")["equal"]
+        messages = [{"role": "user", "content": prompt}]
+        table = deployment.digests(messages=messages).set_index("buffer")["equal"]
         index = table.index.str.startswith("c4_index.")
         assert not table[index].any() and table[~index].all()
+        dumps = [dump for path in deployment.dump_pages(tmp_path, messages=messages) for dump in pages.read(path)]
+        sent, received = ([d for d in dumps if d.role == role and d.layout] for role in ("prefill", "decode"))
+        lost = pages.compare_dumps(sent, received)
+        assert set(lost["pool"]) == {"c4_index"} and lost["token_first"].min() >= 64  # the first chunk is whole
         assert client.prefill.get("/lab/faults").json()["faults"] == ["F14"]
         # a short prompt travels in one chunk, with which nothing is wrong
         assert "48211" in client.chat(ask(2, "48211"))["choices"][0]["message"]["content"]

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from lab_client import MODEL, ask, story, until
+from needlework import pages
 
 
 def stream(client, path: str, body: dict) -> list:
@@ -254,18 +255,16 @@ def test_metrics_carry_sglangs_names(combined):
 
 
 def test_pages_of_a_request_can_be_read_back(combined, tmp_path):
-    from zlib import adler32
-
     content = ask(20, "18273")
     combined.chat(content, rid="dumped")
     table = combined.deployment.digests(messages=[{"role": "user", "content": content}])
     assert {"c4_kv.0", "c4_index.0", "swa_kv.0"} <= set(table["buffer"]) and "combined_digest" in table
-    paths = combined.deployment.dump_pages(tmp_path, rid="dumped")
-    assert len(paths) == len(table)
-    for path in paths:
-        header, raw = json.loads(path.with_suffix(".json").read_text()), path.read_bytes()
-        assert len(raw) == header["page_bytes"] * len(header["page_ids"])
-        assert header["digest"] == f"adler32:{adler32(raw):08x}"
+    dumps = [dump for path in combined.deployment.dump_pages(tmp_path, rid="dumped") for dump in pages.read(path)]
+    assert len(dumps) == len(table) and all(dump.request == "dumped" for dump in dumps)
+    index = next(dump for dump in dumps if dump.pool == "c4_index" and dump.layer == 0)
+    tokens = combined.http.post("/tokenize", json={"messages": [{"role": "user", "content": content}]}).json()["count"]
+    assert (index.layout, index.entries, index.tokens_per_entry) == ("dsa-index-fp8", tokens // 4, 4)
+    assert not pages.diagnose(index.raw, index.record, index.page_tokens, live=index.live)["severity"].eq("error").any()
 
 
 def test_planted_faults_are_listed(combined):

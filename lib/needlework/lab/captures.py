@@ -68,23 +68,21 @@ class Capture:
         }
 
     def header(self, buffer: Buffer, geometry: Geometry) -> dict[str, Any]:
-        """The JSON that stands beside a dumped buffer (the page-dump form of the incident bundles)."""
-        span = self.spans[buffer.group]
-        layer = buffer.name.rsplit(".", 1)[-1]
+        """What the bytes of one buffer are: the fields of `pages.Dump`, and the digest they must have."""
+        span, compressed = self.spans[buffer.group], buffer.group == "full"
+        pool, _, layer = buffer.name.partition(".")
+        tokens = self.prompt_tokens - span.first_page * geometry.page_tokens
         return {
             "layout": buffer.layout,
             "page_tokens": buffer.page_entries,
-            "page_bytes": buffer.item_bytes,
             "page_ids": list(span.ids),
-            "first_page": span.first_page,
-            "pool": buffer.name,
-            "group": buffer.group,
-            "layer": int(layer) if layer.isdigit() else None,
+            "pool": pool,
+            "layer": int(layer or 0),
             "request": self.rid,
             "role": self.role,
-            "prompt_tokens": self.prompt_tokens,
-            "tokens_per_entry": geometry.ratio if buffer.group == "full" else 1,
-            "digest": f"adler32:{self.digests[buffer.name]:08x}",
+            "entries": tokens // geometry.ratio if compressed else tokens,
+            "tokens_per_entry": geometry.ratio if compressed else 1,
+            "digest": self.digests[buffer.name],
         }
 
 

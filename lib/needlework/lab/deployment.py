@@ -16,6 +16,7 @@ import json
 import socket
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,26 +159,43 @@ class Deployment:
         return {"prefill": self.request("prefill", "POST", "/lab/digests", room), "decode": decode}
 
     def dump_pages(self, folder: str | Path, **request: Any) -> list[Path]:
-        """Write a request's pages as `<role>-<buffer>.bin` with `.json` beside each, and return the paths of the .bin
-        files.
+        """Write a request's pages into `folder` in the form that `pages.read` takes, and return the data files.
 
-        The request is named as in `digests`. Raises LabError when the bytes were dropped for newer requests.
+        The request is named as in `digests`. One `<role>-<buffer>.bin` with its `.json` for each buffer; buffers that
+        are no pages of a known layout (the compressor's float rows) are written unlabelled. Raises LabError when the
+        bytes were dropped for newer requests.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        import torch
+
+        from needlework.pages import LAYOUTS, Dump, write_dump
+
         written = []
         for role, summary in self._captures(request).items():
             for buffer in summary["buffers"]:
-                name = {"rid": summary["rid"], "buffer": buffer}
-                status, headers, raw = _call(self.ports[role], "POST", "/lab/pages", name)
-                if status != 200:
-                    raise LabError(f"the {role} server answers {status}: {_sentence(raw)}")
-                path = folder / f"{role}-{buffer}.bin"
-                path.write_bytes(raw)
-                header = json.loads(headers["x-needlework-pages"])
-                path.with_suffix(".json").write_text(json.dumps(header, indent=1) + "\n")
-                written.append(path)
+                header, raw = self._pages(role, {"rid": summary["rid"], "buffer": buffer})
+                tensor = (
+                    torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+                )
+                facts = {key: header[key] for key in ("pool", "layer", "request", "role", "tokens_per_entry")}
+                if header["layout"] in LAYOUTS and raw:
+                    facts |= {key: header[key] for key in ("layout", "page_tokens", "entries")}
+                    dump = Dump(tensor.view(len(header["page_ids"]), -1), page_ids=tuple(header["page_ids"]), **facts)
+                else:
+                    dump = Dump(tensor.view(1, -1), **facts)
+                written.append(write_dump(Path(folder) / f"{role}-{buffer}.bin", dump))
         return written
+
+    def _pages(self, role: str, body: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        try:
+            status, headers, raw = _call(self.ports[role], "POST", "/lab/pages", body)
+        except OSError as error:
+            raise LabError(f"the {role} server does not answer: {error}") from None
+        if status != 200:
+            raise LabError(f"the {role} server answers {status}: {_sentence(raw)}")
+        header = json.loads(headers["x-needlework-pages"])
+        if zlib.adler32(raw) != header["digest"]:
+            raise LabError(f"the bytes of {body['buffer']} changed on their way from the {role} server")
+        return header, raw
 
 
 def _sentence(raw: bytes) -> str:
