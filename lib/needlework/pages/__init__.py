@@ -2,6 +2,21 @@
 
 from .findings import diagnose, page_digests
 from .inspect import identify
+from .io import Dump, read, write_dump
 from .layouts import LAYOUTS, Field, Layout, layout_of
+from .transfer import compare, compare_dumps
 
-__all__ = ["LAYOUTS", "Field", "Layout", "diagnose", "identify", "layout_of", "page_digests"]
+__all__ = [
+    "LAYOUTS",
+    "Dump",
+    "Field",
+    "Layout",
+    "compare",
+    "compare_dumps",
+    "diagnose",
+    "identify",
+    "layout_of",
+    "page_digests",
+    "read",
+    "write_dump",
+]

@@ -110,7 +110,7 @@ def _row(name: str, page: int, detail: str = "", slot: int = -1, slot_last: int 
     return name, severity, page, slot, slot_last, field or default_field, text
 
 
-def _runs(mask: Tensor) -> list[tuple[int, int]]:
+def runs(mask: Tensor) -> list[tuple[int, int]]:
     """First and last index of each run of True in a bool [n]."""
     edge = torch.diff(mask.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32))
     starts, ends = (edge == 1).nonzero().flatten().tolist(), (edge == -1).nonzero().flatten().tolist()
@@ -147,7 +147,7 @@ def _from_before(rows, settled, raw, layout, page_tokens, live, facts, *, before
     same &= live & ~facts.empty & ~settled[:, None]
     for page in same.any(-1).nonzero().flatten().tolist():
         whole = bool((same[page] == live[page]).all())
-        for first, last in [(-1, -1)] if whole else _runs(same[page]):
+        for first, last in [(-1, -1)] if whole else runs(same[page]):
             rows.append(_row("stale", page, "unchanged since the dump taken before", first, last))
         settled[page] |= whole
 
@@ -175,7 +175,7 @@ def _parts(rows, settled, raw, layout, page_tokens, live, facts: Marks, **_) -> 
             continue
         slots = live[page].nonzero().flatten()
         missing = facts.empty[page][slots]
-        for first, last in _runs(missing):
+        for first, last in runs(missing):
             length = last - first + 1
             if 4 * length >= len(slots) > length and (first == 0 or last == len(slots) - 1):
                 span = (int(slots[first]), int(slots[last]))
@@ -289,7 +289,7 @@ def _entries(rows, facts: Marks, live: Tensor, layout: Layout) -> None:
         mask = marked & open_slots
         open_slots &= ~mask
         for page in mask.any(-1).nonzero().flatten().tolist():
-            for first, last in _runs(mask[page]):
+            for first, last in runs(mask[page]):
                 detail, field = "", ""
                 if name in grouped:
                     groups = grouped[name][page, first].nonzero().flatten().tolist()

@@ -114,7 +114,7 @@ def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor) -> None:
     bias = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}.get(name, 1.0)
     shift = bias if bias > 1 and not codes.is_cuda and float(scales.abs().max()) * bias < 3e38 else 1.0
     for first in range(0, codes.shape[0], step):
-        part = codes[first : first + step]
+        part = codes[first : first + step].contiguous()
         scale = scales[first : first + step, ..., None]
         if codes.is_cuda and bias > 1:
             values = part.view(getattr(torch, f"float8_{name}")).to(torch.float16)

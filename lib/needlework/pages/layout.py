@@ -143,6 +143,18 @@ class Layout:
         out["values"] = self._values(out)
         return out
 
+    def values(self, raw: Tensor, page_tokens: int = 64, out: Tensor | None = None) -> Tensor:
+        """Only the dequantised values, float32 [pages, page_tokens, dim], into `out` where it is given."""
+        self.check(raw, page_tokens)
+        parts = {}
+        for name in ("codes", "scales", "rope"):
+            if name in self:
+                stored = self[name].view(raw, page_tokens).flatten(3).flatten(1, 2)
+                kind = formats.FORMATS[self[name].format].stored
+                parts[name] = stored if kind == torch.uint8 else stored.contiguous().view(kind)
+        parts["scale_values"] = formats.decode(parts["scales"], self["scales"].format)
+        return self._values(parts, out)
+
     def encode(self, fields: Mapping[str, Tensor], page_tokens: int = 64, writer: str | None = None) -> Tensor:
         """Pages uint8 [pages, page_bytes] from stored fields, or from "values" [pages, page_tokens, dim] alone.
 
@@ -247,10 +259,10 @@ class Layout:
             raise ValueError(f"slot {int(flat.max())} lies outside a pool of {capacity} slots ({pool.shape[0]} pages)")
         return flat // page_tokens, flat % page_tokens
 
-    def _values(self, stored: Mapping[str, Tensor]) -> Tensor:
+    def _values(self, stored: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         codes, scales = stored["codes"], stored["scale_values"]
         rows = codes.shape[:-1]
-        values = torch.empty(*rows, self.dim, device=codes.device)
+        values = torch.empty(*rows, self.dim, device=codes.device) if out is None else out
         count = self["codes"].count
         if codes.ndim == 2:  # entries rather than pages
             codes, scales = codes[None], scales[None]

@@ -1,0 +1,263 @@
+"""Page dumps on disk: read and write, never pickle, never an allocation that a file's own header asked for.
+
+A dump is `<name>.bin` (raw pages) with `<name>.json`, or one `.safetensors` file whose metadata holds the same JSON for
+each tensor; `.npy` and `.npz` arrays are read as unlabelled bytes.
+
+**Dumping from a running engine.** Save the uint8 buffer of one layer, the request's page ids and the sidecar's fields.
+
+* SGLang 0.5.23, inside the scheduler process: `pool = scheduler.tp_worker.model_runner.token_to_kv_pool`. DeepSeek-V4
+  (srt/mem_cache/deepseek_v4_memory_pool.py): `pool.get_swa_raw_buffer(layer)` for the window,
+  `pool.get_extra_key_buffer(layer)` for c4 or c128, `pool.get_index_k_with_scale_buffer(layer)` for the indexer keys.
+  DeepSeek-V3.2 (srt/mem_cache/memory_pool.py): `pool.kv_buffer[layer]` and `pool.get_index_k_with_scale_buffer(layer)`.
+  Page ids: `req_to_token_pool.req_to_token[req.req_pool_idx, :length:page] // page` with the pool's page (256 for V4,
+  64 for V3.2); the window pool maps them through its full-to-window table. Of a prefill/decode pair dump prefill
+  after its last chunk and decode before its first step: decode goes on to write its own entries.
+* vLLM 0.33.0, one process (VLLM_ENABLE_V1_MULTIPROCESSING=0): the cache of a layer is
+  `vllm_config.compilation_config.static_forward_context[layer_name].kv_cache` (v1/worker/utils.py), block ids are the
+  scheduler's `kv_cache_manager.get_block_ids(request_id)`, one list for each cache group. vLLM pads a page to the
+  stride of its group (8,448 bytes to 8,640): save whole strides and put `stride` in the sidecar.
+
+A tensor becomes a dump with `Dump(buffer[page_ids].cpu().view(torch.uint8).flatten(1), layout, …)` and `write_dump`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .layout import Layout
+from .layouts import layout_of
+
+HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
+SIZE_LIMIT = 64 << 30
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Pages of one pool and layer, in the request's order; `entries` are live (None: unknown, all are judged)."""
+
+    raw: Tensor  # uint8 [pages, page bytes]; [1, n] while the layout is not known
+    layout: str | None = None
+    page_tokens: int = 64
+    page_ids: tuple[int, ...] = ()  # physical page of each row
+    pool: str = ""
+    layer: int = 0
+    request: str = ""
+    role: str = ""  # prefill, decode, combined …
+    entries: int | None = None
+    tokens_per_entry: int = 1  # 4 in a c4 pool, 128 in a c128 pool
+    page_digests: tuple[str, ...] = field(default=(), repr=False)  # as `pages.page_digests` gave them at the origin
+
+    @property
+    def record(self) -> Layout:
+        """The layout. Raises ValueError if the dump is unlabelled."""
+        if self.layout is None:
+            raise ValueError("the dump names no layout; give one, or ask identify")
+        return layout_of(self.layout)
+
+    @property
+    def live(self) -> Tensor | None:
+        """bool [pages, page_tokens] of the entries that hold data, or None where the dump does not say."""
+        if self.entries is None:
+            return None
+        slots = torch.arange(self.raw.shape[0] * self.page_tokens).view(-1, self.page_tokens)
+        return slots < self.entries
+
+    def with_layout(self, layout: str, page_tokens: int) -> Dump:
+        """The same bytes cut into pages of a layout. Raises ValueError if they are not whole pages."""
+        size = layout_of(layout).page_bytes(page_tokens)
+        if self.raw.numel() == 0 or self.raw.numel() % size:
+            raise ValueError(
+                f"{layout} with {page_tokens} entries: expected pages of {size:,} bytes, found {self.raw.numel():,}"
+            )
+        changed = {**self.__dict__, "raw": self.raw.reshape(-1, size), "layout": layout, "page_tokens": page_tokens}
+        return Dump(**changed)
+
+    def describe(self) -> dict[str, Any]:
+        """The sidecar's JSON object."""
+        fields = {key: value for key, value in self.__dict__.items() if key != "raw"}
+        return {**fields, "pages": self.raw.shape[0], "digest": _digest(self.raw)}
+
+    def __str__(self) -> str:
+        pages, size = self.raw.shape
+        name = self.layout or "unlabelled"
+        where = f"pool {self.pool or '?'}, layer {self.layer}, {self.role or 'role ?'}"
+        return f"{name}, {where}: {pages:,} pages of {size:,} bytes"
+
+
+def _digest(raw: Tensor) -> str:
+    return hashlib.blake2b(raw.cpu().contiguous().numpy().data, digest_size=16).hexdigest()
+
+
+def write_dump(path: str | Path, dump: Dump) -> Path:
+    """Write `<path>.bin` and `<path>.json` (or one file if the name ends in .safetensors); returns the data file."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    raw = dump.raw.cpu().contiguous()
+    text = json.dumps(dump.describe(), indent=1)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        name = f"{dump.pool or 'pool'}.{dump.layer}"
+        save_file({name: raw}, str(path), metadata={name: text})
+        return path
+    path = path.with_suffix("") if path.suffix in (".bin", ".json") else path
+    data = path.with_name(path.name + ".bin")
+    raw.numpy().tofile(data)
+    path.with_name(path.name + ".json").write_text(text + "\n")
+    return data
+
+
+def read(path: str | Path) -> list[Dump]:
+    """The dumps in a file: `.bin` (with or without its `.json`), `.safetensors`, `.npy`, `.npz`.
+
+    Raises ValueError, with expected and found sizes, for anything that does not fit; FileNotFoundError.
+    """
+    path = Path(path)
+    size = os.stat(path).st_size
+    if size == 0:
+        raise ValueError(f"{path.name} is empty")
+    if size > SIZE_LIMIT:
+        raise ValueError(f"{path.name} has {size:,} bytes; at most {SIZE_LIMIT:,} are read")
+    match path.suffix:
+        case ".safetensors":
+            return _read_safetensors(path, size)
+        case ".npy" | ".npz":
+            return _read_numpy(path, size)
+        case ".json":
+            return read(path.with_suffix(".bin"))
+    side = path.with_suffix(".json")
+    raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+    return [_labelled(raw, _json(side.read_bytes()[: HEADER_LIMIT + 1], side.name) if side.exists() else {}, path.name)]
+
+
+def _json(text: bytes, name: str) -> Mapping[str, Any]:
+    if len(text) > HEADER_LIMIT:
+        raise ValueError(f"{name}: a description of more than {HEADER_LIMIT:,} bytes is not a page dump's")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is not JSON: {str(error)[:80]}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "layout": (str, type(None)), "page_tokens": (int,), "page_ids": (list,), "pool": (str,), "layer": (int,),
+    "request": (str,), "role": (str,), "entries": (int, type(None)), "tokens_per_entry": (int,),
+    "page_digests": (list,),
+}  # fmt: skip
+
+
+def _labelled(raw: Tensor, label: Mapping[str, Any], name: str) -> Dump:
+    known: dict[str, Any] = {}
+    for key, types in _TYPES.items():
+        if key in label:
+            value = label[key]
+            if not isinstance(value, types) or isinstance(value, bool):
+                raise ValueError(f"{name}: {key} is {types[0].__name__}, found {type(value).__name__}")
+            known[key] = tuple(value) if isinstance(value, list) else value
+    for key in ("page_tokens", "tokens_per_entry"):
+        if not 1 <= known.get(key, 1) <= 1 << 20:
+            raise ValueError(f"{name}: {key} lies between 1 and {1 << 20:,}, found {known[key]}")
+    dump = Dump(raw.reshape(1, -1), **known)
+    if dump.layout is not None:
+        if "stride" in label:
+            stride, need = label["stride"], dump.record.page_bytes(dump.page_tokens)
+            if not isinstance(stride, int) or stride < need or raw.numel() % stride:
+                raise ValueError(
+                    f"{name}: stride is at least {need:,} and divides {raw.numel():,} bytes, found {stride}"
+                )
+            dump = Dump(raw.reshape(-1, stride)[:, :need].contiguous(), **known)
+        dump = dump.with_layout(dump.layout, dump.page_tokens)  # type: ignore[arg-type]
+    for key, count in (("page_ids", len(dump.page_ids)), ("page_digests", len(dump.page_digests))):
+        if count not in (0, dump.raw.shape[0]):
+            raise ValueError(f"{name}: {key} has {count} items for {dump.raw.shape[0]} pages")
+    if not all(isinstance(i, int) for i in dump.page_ids) or not all(isinstance(d, str) for d in dump.page_digests):
+        raise ValueError(f"{name}: page_ids are integers and page_digests strings")
+    if dump.entries is not None and not 0 <= dump.entries <= dump.raw.shape[0] * dump.page_tokens:
+        raise ValueError(f"{name}: {dump.entries} entries do not fit {dump.raw.shape[0]} pages of {dump.page_tokens}")
+    if "digest" in label and label["digest"] != _digest(raw):
+        raise ValueError(f"{name}: the bytes are not those that were saved (digest {_digest(raw)[:8]}… differs)")
+    return dump
+
+
+def _read_safetensors(path: Path, size: int) -> list[Dump]:
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, HEADER_LIMIT):
+            raise ValueError(f"{path.name}: the header claims {length:,} bytes, the file has {size:,}")
+        header = _json(file.read(length), path.name)
+    labels = header.get("__metadata__", {})
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(str(path))
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"{path.name} is not a sound safetensors file: {str(error)[:120]}") from None
+    if not tensors:
+        raise ValueError(f"{path.name} holds no tensor")
+    out = []
+    for name, tensor in tensors.items():
+        label = _json(labels[name].encode(), f"{path.name}: {name}") if name in labels else {"pool": name}
+        out.append(_labelled(tensor.contiguous().flatten().view(torch.uint8), label, f"{path.name}: {name}"))
+    return out
+
+
+def _read_numpy(path: Path, size: int) -> list[Dump]:
+    """Arrays of a .npy or .npz; the header's shape is held against the file's size before anything is allocated."""
+    out = []
+    try:
+        if path.suffix == ".npy":
+            with open(path, "rb") as file:
+                _check_numpy_header(file, size, path.name)
+            arrays = {path.stem: np.load(path, allow_pickle=False)}
+        else:
+            arrays = {}
+            with zipfile.ZipFile(path) as archive:
+                for item in archive.infolist():
+                    # deflate packs at most 1,032 to 1
+                    if item.file_size > min(SIZE_LIMIT, 1100 * max(1, item.compress_size)):
+                        raise ValueError(
+                            f"{item.filename[:60]} claims {item.file_size:,} bytes in {item.compress_size:,}"
+                        )
+                    with archive.open(item) as file:
+                        _check_numpy_header(file, item.file_size, item.filename[:60])
+                    with archive.open(item) as file:
+                        arrays[item.filename.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+        raise ValueError(f"{path.name} is not a sound numpy file: {str(error)[:160]}") from None
+    for name, array in arrays.items():
+        raw = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())
+        if raw.numel():
+            out.append(_labelled(raw, {"pool": name}, f"{path.name}: {name}"))
+    if not out:
+        raise ValueError(f"{path.name} holds no bytes")
+    return out
+
+
+def _check_numpy_header(file: Any, size: int, name: str) -> None:
+    version = np.lib.format.read_magic(file)
+    if version == (1, 0):
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
+    if dtype.hasobject:
+        raise ValueError(f"{name} holds Python objects, which are never read")
+    need = dtype.itemsize
+    for extent in shape:
+        need *= int(extent)
+    if need > size:
+        raise ValueError(f"{name}: the header claims {need:,} bytes, the file has {size:,}")
