@@ -12,7 +12,8 @@ import datetime
 import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,11 @@ class Ask:
     max_tokens: int = 48
     temperature: float = 0.0
 
-    @property
+    @cached_property
     def trial_id(self) -> str:
-        # `ordinal` says when, not what
-        identity = {k: v for k, v in asdict(self).items() if k != "ordinal"}
+        """Hash of what is asked."""
+        names = (f.name for f in fields(self) if f.name != "ordinal")  # which says when, not what
+        identity = {name: getattr(self, name) for name in names} | {"prompt": self.prompt.as_dict()}
         return prompts.digest({"generator": prompts.GENERATOR, **identity})
 
 
@@ -339,14 +341,14 @@ class Bench:
         self.sent_tokens += prompt.counted_tokens
         # the same text again and yet cold: only a salt in the request does that
         salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
-        fields = found.fields(salt=salt, thinking=self.thinking)
+        extra = found.fields(salt=salt, thinking=self.thinking)
         messages = prompt.messages
         more: Row = {}
         try:
             if prepare is not None:
                 messages, more = await prepare(a, prompt, self.endpoint)
             reply = await self.endpoint.chat(
-                messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs, fields=fields
+                messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs, fields=extra
             )
         except TransportError as error:
             row |= {"outcome": "transport", "error": error.reason, "cache": "unknown", "prompt_tokens": None}
@@ -365,9 +367,11 @@ class Bench:
 
     def columns(self, a: Ask, prompt: Prompt, reply: Reply) -> Row:
         """The part of a row that a reply decides."""
-        own = {f.value for f in prompt.facts}
-        elsewhere = {v: t for v, t in self._values.items() if t != a.trial_id and v not in own}
-        result = grade(reply, prompt.expected, prompt.facts, elsewhere)
+        result = grade(reply, prompt.expected, prompt.facts)
+        if result.outcome not in ("exact", "empty", "cut", "reasoning_only"):  # only then can it be foreign content
+            own, own_id = {f.value for f in prompt.facts}, a.trial_id
+            elsewhere = {v: t for v, t in self._values.items() if t != own_id and v not in own}
+            result = grade(reply, prompt.expected, prompt.facts, elsewhere)
         counted = prompt.counted_tokens if prompt.exact else None
         return {
             "prompt_tokens": reply.prompt_tokens if reply.prompt_tokens is not None else counted,
