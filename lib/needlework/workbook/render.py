@@ -147,4 +147,4 @@ def code_css() -> str:
     light = HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
     strip = r"(?m)^(?:pre|td|span)\S* .*$|background(?:-color)?: [^;}]*;?"
-    return f"{re.sub(strip, '', light)}@media (prefers-color-scheme: dark) and screen{{{re.sub(strip, '', dark)}}}"
+    return f"{re.sub(strip, '', light)}@media screen and (prefers-color-scheme: dark){{{re.sub(strip, '', dark)}}}"

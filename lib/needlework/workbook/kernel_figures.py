@@ -1,0 +1,100 @@
+"""Figures of the kernel notebooks: error along the length, recall against the budget, ranks, and recorded GPU
+results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from needlework.workbook import figures
+from needlework.workbook.incidents import root
+
+
+def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", title: str = "") -> Figure:
+    """Norm error against the number of keys, both logarithmic, with the limit drawn; table: keys, norm_error, and
+    `by`."""
+    fig, axes = figures.new()
+    for i, (name, rows) in enumerate(table.groupby(by, sort=True)):
+        rows = rows.sort_values("keys")
+        error = rows["norm_error"].clip(lower=1e-9)
+        axes.plot(rows["keys"], error, marker=figures.MARKERS[i], color=figures.OKABE_ITO[i], label=figures.label(name))
+    axes.axhline(limit, color="#555555", ls=":", lw=1)
+    axes.annotate("limit", (table["keys"].min(), limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
+    figures._log_tokens(axes)
+    axes.set_yscale("log")
+    axes.set(xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(title, 90))
+    axes.legend()
+    return fig
+
+
+def recall_by_budget(
+    ranks: pd.DataFrame, budgets: Sequence[int], predicted: Callable[[int, int], float], *, mark: int = 512
+) -> Figure:
+    """Share of needles within the budget k: measured (points, Wilson 95 % bars) and predicted (lines), one colour a
+    length.
+
+    ranks: tokens, entries, rank; predicted(entries, k) -> share.
+    """
+    from needlework.analysis.intervals import wilson
+
+    fig, axes = figures.new()
+    for i, (_, rows) in enumerate(ranks.groupby("tokens")):
+        colour, n = figures.OKABE_ITO[i], len(rows)
+        tokens, entries = (int(rows[name].iloc[0]) for name in ("tokens", "entries"))
+        hits = [int((rows["rank"] <= k).sum()) for k in budgets]
+        shift = [k * 1.06**i for k in budgets]
+        axes.plot(budgets, [predicted(entries, k) for k in budgets], color=colour, lw=1.2)
+        for x, h in zip(shift, hits, strict=True):
+            low, high = (float(v) for v in wilson(h, n)[:2])
+            axes.plot([x, x], [low, high], color=colour, lw=3, alpha=0.45, solid_capstyle="butt")
+        marker = figures.MARKERS[i]
+        axes.plot(shift, [h / n for h in hits], ls="", marker=marker, color=colour, label=f"{tokens:,} tokens")
+    axes.axvline(mark, color="#555555", ls=":", lw=1)
+    axes.annotate(f"k = {mark}", (mark, 0.02), xytext=(3, 0), textcoords="offset points", fontsize=8)
+    figures._log_tokens(axes)
+    axes.set(xlabel="budget k, in entries of four tokens", ylabel="needles with rank ≤ k", ylim=(-0.04, 1.06))
+    axes.legend()
+    return fig
+
+
+def rank_shift(table: pd.DataFrame, *, by: str, exact: str, mark: int | None = None) -> Figure:
+    """Each needle's rank in a coarser format against its exact rank; table: needle, rank, and `by`."""
+    fig, axes = figures.new(6.0, 4.2)
+    base = table[table[by] == exact].set_index("needle")["rank"]
+    top = float(table["rank"].max()) * 1.3
+    axes.plot([0.9, top], [0.9, top], color="#999999", lw=1, label="unchanged")
+    for i, (name, rows) in enumerate(table[table[by] != exact].groupby(by, sort=False)):
+        pair = rows.set_index("needle")["rank"]
+        x = base.loc[pair.index]
+        axes.plot(
+            x,
+            pair,
+            ls="",
+            marker=figures.MARKERS[i],
+            ms=5,
+            alpha=0.75,
+            color=figures.OKABE_ITO[i],
+            label=figures.label(name),
+        )
+    if mark:
+        axes.axhline(mark, color="#555555", ls=":", lw=1)
+        axes.annotate(f"k = {mark}", (1, mark), xytext=(2, 3), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlabel="rank in exact arithmetic", ylabel="rank in the coarser format")
+    axes.legend(fontsize=8)
+    return fig
+
+
+def recorded_gpu(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]:
+    """Recorded benchmark rows of one operation, and a sentence with card, versions and command; empty where none is
+    kept."""
+    path = root() / "data" / "kernels" / f"{name}.json"
+    if not path.is_file():
+        return pd.DataFrame(), "No GPU result is recorded here: benchmarks/kernels.py writes one."
+    recorded = json.loads(path.read_text())
+    rows = pd.DataFrame([row for row in recorded["rows"] if row["operation"] == operation])
+    setting = recorded["setting"]
+    versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
+    return rows.drop(columns=["operation"]), f"{setting['card']}, {versions}; {recorded['command']}"

@@ -1,0 +1,227 @@
+"""In real Chromium: the report offline, at two widths, light and dark, by keyboard, in print; JupyterLab's slider."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import pytest
+from needlework.workbook import explorers, figures, report, tables, verdict, writer
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(
+        report.browser() is None, reason="no Chromium on this machine (Debian: apt-get install chromium)"
+    ),
+]
+ROOT = Path(__file__).resolve().parents[2]
+LOOPBACK_ONLY = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
+SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator:
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=report.browser(), args=[*report.BROWSER_FLAGS, LOOPBACK_ONLY])
+        yield browser
+        browser.close()
+
+
+def picture(n: int) -> figures.Picture:
+    fig, ax = figures.new(7.2, 2)
+    ax.plot([0, n])
+    return figures.picture(fig, f"A line that rises from zero to {n} in one step.")
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of what is committed, and one notebook more with everything that can be wide."""
+    import pandas as pd
+
+    committed = [
+        (t.stem, nbformat.read(writer.notebook_path(t), 4))
+        for t in writer.twins(ROOT)
+        if writer.notebook_path(t).is_file()
+    ]
+    wide = tables.to_html(tables.table(pd.DataFrame([{f"column {i}": "word " * 8 for i in range(12)}]), "A wide table"))
+    still = explorers.Slider("size", {1: picture(1), 2: picture(2), 3: picture(3)}).still()
+    outputs = [nbformat.v4.new_output("display_data", data={"text/html": text}) for text in (wide, still)]
+    maths = "# Show all forms\n\nIs it wide?\n\n$$\\sum_{i=0}^{n} " + " + ".join("x_{i}^2" for _ in range(40)) + "$$"
+    cells = [
+        nbformat.v4.new_markdown_cell(maths),
+        nbformat.v4.new_code_cell(source="x = " + "1 + " * 100 + "1", outputs=outputs),
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text="word" * 200)]),
+    ]
+    found = verdict.summary(symptom="s " * 40, verdict="v", evidence=["e " * 30] * 3, confidence="c", next_step="n")
+    notebooks = [*committed, ("99_forms", nbformat.v4.new_notebook(cells=cells))]
+    text = report.page(notebooks, title="Context lost above 4,000 tokens", subtitle="a test", found=found)
+    assert report.problems(text, [stem for stem, _ in notebooks]) == []
+    path = tmp_path_factory.mktemp("report") / "index.html"
+    path.write_text(text, "utf-8")
+    return path
+
+
+def opened(chromium, path: Path, size: str = "desktop", scheme: str = "light"):
+    width, height = SIZES[size]
+    context = chromium.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+    page = context.new_page()
+    page.asked, page.said = [], []
+    page.on("request", lambda r: page.asked.append(r.url))
+    page.on("console", lambda m: page.said.append(m.text))
+    page.on("pageerror", lambda e: page.said.append(str(e)))
+    page.goto(path.as_uri())
+    return page
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_report_opens_offline_at_every_width_and_scheme(chromium, page_file: Path, size: str, scheme: str) -> None:
+    page = opened(chromium, page_file, size, scheme)
+    outside = [u for u in page.asked if not u.startswith(("data:", page_file.as_uri()))]
+    assert outside == [] and page.said == []
+    assert page.evaluate("document.scripts.length") == 0
+    room, need = page.evaluate("[document.documentElement.clientWidth, document.documentElement.scrollWidth]")
+    assert need <= room, f"the page scrolls sideways: {need} in {room}"
+    assert page.evaluate("performance.timing.loadEventEnd - performance.timing.navigationStart") < 3000
+    broken = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth || !i.alt).length")
+    assert broken == 0 and page.locator("math").first.is_visible()
+    ink, paper = page.evaluate("(s => [s.color, s.backgroundColor])(getComputedStyle(document.body))")
+    light = [sum(map(int, c.strip("rgb()").split(","))) for c in (ink, paper)]
+    assert light[0] < light[1] if scheme == "light" else light[0] > light[1]
+    page.context.close()
+
+
+def test_report_is_operable_by_keyboard_alone(chromium, page_file: Path) -> None:
+    page = opened(chromium, page_file)
+    focus = "document.activeElement"
+    page.keyboard.press("Tab")
+    assert page.evaluate(f"{focus}.className") == "skip" and page.locator(".skip").bounding_box()["x"] >= 0
+    page.keyboard.press("Enter")
+    assert page.evaluate(f"{focus}.id") == "main"
+    for _ in range(400):  # every stop is visible and marked; the still's radio group is among them
+        page.keyboard.press("Tab")
+        if page.evaluate(f"{focus}.type") == "radio" and page.evaluate(f"{focus}.closest('#nb99') !== null"):
+            break
+        if page.evaluate(f"{focus}.tagName") != "BODY":
+            assert page.evaluate(f"getComputedStyle({focus}).outlineStyle") != "none"
+    else:
+        pytest.fail("the radio group was never reached")
+    visible = "[...document.querySelectorAll('#nb99 .nw-frames > div')].map(d => d.checkVisibility())"
+    assert page.evaluate(visible) == [True, False, False]
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate(visible) == [False, True, False]
+    page.context.close()
+
+
+def test_contents_lead_to_each_notebook(chromium, page_file: Path) -> None:
+    page = opened(chromium, page_file)
+    page.emulate_media(reduced_motion="reduce")
+    links = page.locator("nav a")
+    for i in range(links.count()):
+        links.nth(i).focus()
+        page.keyboard.press("Enter")
+        top = page.evaluate(
+            "t => document.querySelector(t).getBoundingClientRect().top", links.nth(i).get_attribute("href")
+        )
+        assert -5 <= top < SIZES["desktop"][1], f"link {i} leads to {top}"
+    page.context.close()
+
+
+def test_report_prints_every_frame_and_no_contents(chromium, page_file: Path) -> None:
+    page = opened(chromium, page_file, scheme="dark")
+    page.emulate_media(media="print")
+    assert all(page.evaluate("[...document.querySelectorAll('#nb99 .nw-frames > div')].map(d => d.checkVisibility())"))
+    assert not page.locator("nav").is_visible() and not page.locator(".skip").is_visible()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    pdf = page.pdf(format="A4")
+    assert pdf.startswith(b"%PDF") and 20_000 < len(pdf) < 20_000_000
+    page.context.close()
+
+
+LAB = """\
+# %% [markdown]
+# # Slide
+#
+# Does it move?
+
+# %%
+from needlework import workbook
+
+start = workbook.start("Slide")
+
+# %%
+def draw(n):
+    fig, ax = workbook.figures.new(4, 2)
+    ax.plot([0, n])
+    return workbook.figures.picture(fig, f"A line that rises from zero to {n} in one step.")
+
+# %%
+workbook.explorers.Slider.over("height", draw, [1, 2, 3])
+"""
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    twin = tmp_path / "50_slide.py"
+    twin.write_text(LAB)
+    (tmp_path / "50_slide.ipynb").write_text(writer.dumps(writer.read_twin(twin)))
+    config = tmp_path / "config/labconfig"
+    config.mkdir(parents=True)
+    announcements = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+    (config / "page_config.json").write_text(json.dumps(announcements))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folders = {f"JUPYTER_{n}_DIR": str(tmp_path / n.lower()) for n in ("CONFIG", "DATA", "RUNTIME")}
+    command = [
+        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--allow-root"),
+        *("--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={tmp_path}"),
+        "--ServerApp.port_retries=0",
+    ]
+    log = (tmp_path / "lab.log").open("w")
+    server = subprocess.Popen(command, env={**os.environ, **folders}, stdout=log, stderr=log, cwd=tmp_path)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.2)
+    assert server.poll() is None, (tmp_path / "lab.log").read_text()[-2000:]
+    yield url
+    server.terminate()
+    server.wait(20)
+    log.close()
+
+
+def test_jupyterlab_runs_a_notebook_and_its_slider_moves_the_plot(chromium, lab: str) -> None:
+    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
+    page = context.new_page()
+    asked: list[str] = []
+    errors: list[str] = []
+    page.on("request", lambda r: asked.append(r.url))
+    page.on("pageerror", lambda e: errors.append(str(e)))
+    page.goto(f"{lab}/lab/tree/50_slide.ipynb", timeout=60_000)
+    page.wait_for_selector(".jp-Notebook", timeout=60_000)
+    page.wait_for_function("window.jupyterapp && window.jupyterapp.serviceManager.isReady", timeout=60_000)
+    page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
+    page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.wait_for_selector(".widget-html-content img", timeout=60_000)
+    assert page.locator(".nw-still").count() == 0, "the live form is shown, not the still"
+    before = page.get_attribute(".widget-html-content img", "src")
+    handle = page.locator(".noUi-handle").first
+    handle.focus()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function(
+        "b => document.querySelector('.widget-html-content img').src !== b", arg=before, timeout=30_000
+    )
+    assert page.get_attribute(".widget-html-content img", "alt") == "A line that rises from zero to 2 in one step."
+    assert [u for u in asked if not u.startswith((lab, "data:", "blob:"))] == [] and errors == []
+    context.close()
