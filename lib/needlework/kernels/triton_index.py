@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, check_device, check_pool, multiprocessors
+from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, check_pool, multiprocessors
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
@@ -70,40 +70,43 @@ def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int
 @triton.jit(do_not_specialize=["steps"])
 def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, width, page_stride, table_stride, steps,
                    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-                   BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                   BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program scores `steps` blocks of BLOCK keys for one query row. ROWS = HEADS padded to a size the matrix unit
     takes. The loop ends at the row's length; the rest of the program's columns become -inf."""
+    if PDL:  # let the next kernel start its launch while this one runs; it waits in its turn
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * steps * BLOCK
     last = tl.minimum(first + steps * BLOCK, width)
-    length = tl.load(lengths + row)
     ids = table + (row // rows_per_request) * table_stride
     out_row = out + row * width
     block = tl.arange(0, BLOCK)
     dim = tl.arange(0, DIM)
     head = tl.arange(0, ROWS)
+    # page ids are read one block ahead and whatever the length, so that the keys wait for one load only
+    page = tl.load(ids + (first + block) // PAGE, mask=first + block < width, other=-1)
+    query = tl.load(q + row * HEADS * DIM + head[None, :] * DIM + dim[:, None], mask=head[None, :] < HEADS, other=0)
+    if query.dtype == tl.uint8:
+        query = query.to(tl.float8e4nv, bitcast=True)
+    weight = tl.load(weights + row * HEADS + head, mask=head < HEADS, other=0.0)
+    length = tl.load(lengths + row)
     stop = tl.maximum(tl.minimum(last, length), first)
-    if stop > first:
-        query = tl.load(q + row * HEADS * DIM + head[None, :] * DIM + dim[:, None], mask=head[None, :] < HEADS, other=0)
-        if query.dtype == tl.uint8:
-            query = query.to(tl.float8e4nv, bitcast=True)
-        weight = tl.load(weights + row * HEADS + head, mask=head < HEADS, other=0.0)
-        for start in tl.range(first, stop, BLOCK, num_stages=STAGES):
-            column = start + block
-            live = column < length
-            page = tl.load(ids + column // PAGE, mask=live, other=-1)
-            live = page >= 0
-            base = tl.where(live, page, 0).to(tl.int64) * page_stride
-            offset = column % PAGE
-            codes = pool.to(tl.pointer_type(tl.float8e4nv))
-            key = tl.load(codes + (base + offset * DIM)[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-            scales = (pool + PAGE * DIM).to(tl.pointer_type(tl.float32))
-            scale = tl.load(scales + base // 4 + offset, mask=live, other=0.0)
-            if query.dtype != tl.float8e4nv:
-                key = key.to(query.dtype)
-            dots = tl.maximum(tl.dot(key, query, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
-            logit = tl.sum(dots * weight[None, :], axis=1) * scale
-            tl.store(out_row + column, tl.where(live, logit, float("-inf")), mask=column < width)
+    codes = pool.to(tl.pointer_type(tl.float8e4nv))
+    scales = (pool + PAGE * DIM).to(tl.pointer_type(tl.float32))
+    for start in tl.range(first, stop, BLOCK, num_stages=STAGES):
+        column = start + block
+        live = (column < length) & (page >= 0)
+        base = tl.where(live, page, 0).to(tl.int64) * page_stride
+        offset = column % PAGE
+        page = tl.load(ids + (column + BLOCK) // PAGE, mask=column + BLOCK < last, other=-1)
+        key = tl.load(codes + (base + offset * DIM)[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+        scale = tl.load(scales + base // 4 + offset, mask=live, other=0.0)
+        if query.dtype != tl.float8e4nv:
+            key = key.to(query.dtype)
+        dots = tl.maximum(tl.dot(key, query, input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        logit = tl.sum(dots * weight[None, :], axis=1) * scale
+        tl.store(out_row + column, tl.where(live, logit, float("-inf")), mask=column < width)
     for start in tl.range(first + tl.cdiv(stop - first, BLOCK) * BLOCK, last, BLOCK):
         tl.store(out_row + start + block, tl.full((BLOCK,), float("-inf"), tl.float32), mask=start + block < width)
 
@@ -155,7 +158,7 @@ def indexer_logits(
     _logits_kernel[(triton.cdiv(width, chosen["BLOCK"] * steps), rows)](
         q.contiguous(), weights.contiguous(), pool, table, lengths.contiguous(), out, rows // batch, width,
         pool.stride(0), table.stride(0), steps,
-        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), DIM=DIM, PAGE=page_tokens, **chosen,
+        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), DIM=DIM, PAGE=page_tokens, **LAUNCH, **chosen,
     )  # fmt: skip
     return out
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, check_device, check_pool, multiprocessors
+from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, check_pool, multiprocessors
 from needlework.pages import LAYOUTS
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
@@ -136,10 +136,13 @@ def _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, e
 def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, page_stride, index_stride, scale_log2,
                    V4: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
                    HALVES: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr,
-                   WORK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                   WORK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (rows, splits, head blocks * HALVES). out [S, B, H, 512] and lse [S, B, H] hold a softmax of each
     split alone; SINK scales a lone split's output. HALVES = 2 gives each half of the output dims a program of its own,
     so that the sums of 64 heads fit the registers of four warps."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     split = tl.program_id(1)
@@ -157,8 +160,11 @@ def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, pag
 
 @triton.jit
 def _merge_kernel(outs, lses, sink, out, lse, parts, rows, heads, dim, SINK: tl.constexpr, PARTS: tl.constexpr,
-                  DIM: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                  DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program merges BLOCK (request, head) rows: rows = B * H; outs [parts, rows, dim], lses [parts, rows]."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = row < rows
     part = tl.arange(0, PARTS)
@@ -207,7 +213,7 @@ def merge_partials(
         _merge_kernel[(triton.cdiv(rows, block),)](
             outs.contiguous(), lses.contiguous(), lses if sink is None else sink.contiguous(), out, lse, parts, rows,
             heads, dim, SINK=sink is not None, PARTS=triton.next_power_of_2(parts), DIM=width, BLOCK=block,
-            num_warps=4,
+            num_warps=4, **LAUNCH,
         )  # fmt: skip
     return out, lse
 
@@ -261,7 +267,7 @@ def sparse_mla_decode(
                 q, cache, slots, limit if limit is not None else slots, sink if sink is not None else lses,
                 outs[at:], lses[at:], heads, slots.shape[1], cache.stride(0), slots.stride(0), scale * LOG2_E,
                 V4=name == "v4-mla-fp8", PAGE=tokens, HEADS=block_heads, LIMITED=limit is not None,
-                SINK=lone and sink is not None, WORK=tl.float32 if INTERPRETED else tl.bfloat16, **plan,
+                SINK=lone and sink is not None, WORK=tl.float32 if INTERPRETED else tl.bfloat16, **LAUNCH, **plan,
             )  # fmt: skip
         at += parts
     return (outs[0], lses[0]) if lone else merge_partials(outs, lses, sink, dtype=dtype)

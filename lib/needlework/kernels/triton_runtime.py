@@ -27,6 +27,13 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 """True where the kernels run in Triton's interpreter."""
 
 
+LAUNCH: dict[str, bool] = {"PDL": False}
+"""How every kernel is launched. PDL, programmatic dependent launch (compute capability 9.0 and later): a kernel is set
+up while the one before it still runs, and waits for it before its first read."""
+if not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+    LAUNCH |= {"PDL": True, "launch_pdl": True}
+
+
 def where() -> str:
     """One sentence: what the Triton kernels run on here."""
     if INTERPRETED:

@@ -1,9 +1,11 @@
 """Exact top-k with page-table translation in Triton: twin of `reference.select_topk`, for k <= 2,048.
 
-A radix select, one bit a round, over keys that order like the scores: a row is cut into chunks that fit in registers,
-each chunk names its k best positions, and the same kernel then selects among those, until one chunk is left. Nothing is
-approximated, so crowded bins, ties and -inf cost no accuracy; among equal scores the smaller position wins, so that two
-runs give the same bits. Every launch depends on shapes alone (CUDA graphs replay with changed lengths).
+A row is cut into chunks that fit in registers, and each chunk hands on at most `room` >= k candidates that surely hold
+its k best; when one chunk is left, the k best of its candidates are the result. A lower bound for the k-th score comes
+from the largest scores of `room` groups of the chunk: at least k scores reach the k-th largest of those. It leaves few
+candidates on ordinary rows; where it leaves too many (ties, crowded bins) a bisection over all keys of the chunk goes
+on to the exact k-th score. Nothing is approximated, and two runs give the same bits. Every launch depends on shapes
+alone, so a CUDA graph replays with changed lengths.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, check_device, multiprocessors
+from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, multiprocessors
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
@@ -20,66 +22,98 @@ MAX_K = 2048
 MAX_CHUNK = 16384  # counts of a chunk must fit in 15 bits, twice, in one int32 scan
 
 
-def _select(scores, lengths, candidates, table, out, width, score_stride, column_stride, table_stride, out_stride, k,
-            room, CHUNK: tl.constexpr, ROOM: tl.constexpr, LISTED: tl.constexpr, LAST: tl.constexpr,
-            TRANSLATE: tl.constexpr, PAGE: tl.constexpr):  # fmt: skip
-    """One program selects from one chunk of one row: at least its k best (where it has so many), at most `room`.
+@triton.jit
+def _bisect(keys, low, high, reached, k, enough):
+    """Raise `low` (which `reached` >= k keys reach) towards the k-th largest key, which is at most `high`, until at
+    most `enough` keys reach it or it is that key. -> low, reached"""
+    while (low < high) & (reached > enough):
+        mid = low + (high - low) // 2 + 1
+        above = tl.sum((keys >= mid).to(tl.int32))
+        high = tl.where(above >= k, high, mid - 1)
+        low = tl.where(above >= k, mid, low)
+        reached = tl.where(above >= k, above, reached)
+    return low, reached
 
-    LISTED: the chunk is a piece of a candidate list int32 [rows, width] (-1 = none) rather than of the row itself.
-    LAST: the result is the row's, with room = k, else a list for the next round. ROOM: a power of two, >= room.
+
+@triton.jit(do_not_specialize=["column_stride", "unit"])
+def _select_kernel(scores, lengths, from_keys, from_positions, to_keys, to_positions, table, out, width, score_stride,
+                   column_stride, unit, table_stride, k, DEPTH: tl.constexpr, ROOM: tl.constexpr,
+                   LISTED: tl.constexpr, LAST: tl.constexpr, TRANSLATE: tl.constexpr, PAGE: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """One program narrows a chunk of DEPTH x ROOM entries of one row to at most ROOM candidates, and, if it is the
+    LAST round, picks the k best of them.
+
+    LISTED: the entries are keys and positions [rows, width] of an earlier round (key 0 = none), not the scores. `unit`
+    is 1, which the compiler must not know: for a known stride it lays entries out for wide loads, which the masks rule
+    out anyway, and reshuffles all of them before each scattered store.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    place = tl.arange(0, CHUNK)
-    rank = tl.arange(0, ROOM)
     length = tl.load(lengths + row)
-    out_row = out + row * out_stride + chunk * room
-    if LISTED:
-        entry = chunk * CHUNK + place
-        position = tl.load(candidates + row * width + entry, mask=entry < width, other=-1)
-        inside = position >= 0
-    else:
-        position = chunk * CHUNK + place
-        inside = position < length
-    count = tl.sum(inside.to(tl.int32), axis=0)
+    rank = tl.arange(0, ROOM)
+    place = chunk * (DEPTH * ROOM) + tl.arange(0, DEPTH)[None, :] * ROOM + rank[:, None]
     # a row of at most k keys is 0, 1, ... in order, whatever its scores
     if LAST and length <= k:
         picked = tl.where(rank < length, rank, -1)
         if TRANSLATE:
             picked = _slot(picked, table + row * table_stride, PAGE)
-        tl.store(out_row + rank, picked, mask=rank < k)
+        tl.store(out + row * k + rank, picked, mask=rank < k)
     elif length > k:
-        score = tl.load(scores + row * score_stride + position * column_stride, mask=inside, other=0.0)
-        bits = score.to(tl.int32, bitcast=True)
-        # an unsigned key that orders like the score; NaN is the largest, as in torch.topk; 0 marks "not a key"
-        key = tl.where(bits < 0, ~bits, bits | -2147483648)
-        key = tl.where(score != score, -1, key).to(tl.uint32, bitcast=True)
-        key = tl.where(inside, key, 0)
-        # the largest threshold that at least k keys reach, bit by bit; done once those that reach it fit
-        threshold = tl.full((), 0, tl.uint32)
-        reached = count
-        bit = tl.full((), 31, tl.int32)
-        while (bit >= 0) & (reached > room):
-            raised = threshold | (tl.full((), 1, tl.uint32) << bit.to(tl.uint32))
-            above = tl.sum((key >= raised).to(tl.int32), axis=0)
-            threshold = tl.where(above >= k, raised, threshold)
-            reached = tl.where(above >= k, above, reached)
-            bit -= 1
-        # the keys above the threshold, then as many of those at it as there is room for
-        over = inside & (key > threshold)
-        tied = inside & (key == threshold)
-        both = tl.cumsum(over.to(tl.int32) | (tied.to(tl.int32) << 16), axis=0)
-        above = tl.sum(over.to(tl.int32), axis=0)
-        slot = tl.where(over, (both & 0xFFFF) - 1, above + (both >> 16) - 1)
-        chosen = over | (tied & (slot < room))
-        if TRANSLATE:
-            position = _slot(tl.where(chosen, position, -1), table + row * table_stride, PAGE)
-        tl.store(out_row + slot, position, mask=chosen)
-        if not LAST:
-            tl.store(out_row + rank, tl.full((ROOM,), -1, tl.int32), mask=(rank >= reached) & (rank < room))
-
-
-_select_kernels = (triton.jit(_select), triton.jit(_select, do_not_specialize=["column_stride"]))
+        if LISTED:
+            key = tl.load(from_keys + row * width + place * unit, mask=place < width, other=0).to(
+                tl.uint32, bitcast=True
+            )
+            position = tl.load(from_positions + row * width + place * unit, mask=place < width, other=0)
+        else:
+            inside = place < length
+            position = place
+            score = tl.load(scores + row * score_stride + place * column_stride, mask=inside, other=0.0)
+            bits = score.to(tl.int32, bitcast=True)
+            # an unsigned key that orders like the score; NaN is the largest, as in torch.topk; 0 marks "not a key"
+            bits = tl.where(bits < 0, ~bits, bits | -2147483648)
+            key = tl.where(inside, tl.where(score != score, -1, bits), 0).to(tl.uint32, bitcast=True)
+        best = tl.max(key, axis=1)
+        high = tl.max(best, axis=0)
+        low = tl.full((), 1, tl.uint32)
+        reached = tl.sum((key >= low).to(tl.int32))
+        if reached > ROOM:
+            # the groups are strided, so that a run of large scores spreads over many of them
+            filled = tl.sum((best >= low).to(tl.int32))
+            if filled >= k:
+                least = tl.min(tl.where(best == 0, high, best), axis=0)
+                low, filled = _bisect(best, least, high, filled, k, k + k // 8)
+                reached = tl.sum((key >= low).to(tl.int32))
+            low, reached = _bisect(key, low, high, reached, k, ROOM)
+        # the keys above the bound, then as many of those at it as there is room for
+        over = (key > low).to(tl.int32)
+        both = over | ((key == low).to(tl.int32) << 16)
+        group = tl.sum(both, axis=1)
+        before = tl.cumsum(group, axis=0) - group
+        both = tl.cumsum(both, axis=1) + before[:, None]
+        above = tl.sum(group, axis=0) & 0xFFFF
+        slot = tl.where(over != 0, (both & 0xFFFF) - 1, above + (both >> 16) - 1)
+        chosen = (key >= low) & (slot < ROOM)
+        mine = (row * tl.num_programs(1) + chunk) * ROOM
+        tl.store(to_keys + mine + slot, key.to(tl.int32, bitcast=True), mask=chosen)
+        tl.store(to_positions + mine + slot, position, mask=chosen)
+        if LAST:
+            tl.debug_barrier()  # the candidates come back to other threads of this program than wrote them
+            some = rank < reached
+            key = tl.load(to_keys + mine + rank * unit, mask=some, other=0).to(tl.uint32, bitcast=True)
+            position = tl.load(to_positions + mine + rank * unit, mask=some, other=0)
+            low, reached = _bisect(key, low, high, tl.minimum(reached, ROOM), k, k)
+            over = (key > low).to(tl.int32)
+            both = tl.cumsum(over | ((key == low).to(tl.int32) << 16), axis=0)
+            slot = tl.where(over != 0, (both & 0xFFFF) - 1, tl.sum(over, axis=0) + (both >> 16) - 1)
+            chosen = (key >= low) & (slot < k)
+            if TRANSLATE:
+                position = _slot(tl.where(chosen, position, -1), table + row * table_stride, PAGE)
+            tl.store(out + row * k + slot, position, mask=chosen)
+        else:
+            tl.store(to_keys + mine + rank, tl.zeros((ROOM,), tl.int32), mask=rank >= reached)
 
 
 @triton.jit
@@ -117,28 +151,27 @@ def select_topk(
     table = lengths if page_table is None else page_table.contiguous()
     rows, width = logits.shape
     out = torch.empty((rows, k), dtype=torch.int32, device=logits.device)
-    listed = logits  # stands in for the candidate list, which the first round does not read
+    room = max(16, 2 * triton.next_power_of_2(k))
+    keys = positions = lengths  # stand in for the candidates, which the first round does not read
     while rows:
-        chosen = dict(config or topk_config(rows, width, k, multiprocessors(logits.device)))
-        chunk = min(chosen.pop("CHUNK"), max(16, triton.next_power_of_2(width)))
-        chunks = triton.cdiv(width, chunk) or 1
+        chosen = dict(config or topk_config(rows, width, room, multiprocessors(logits.device)))
+        depth = max(2, min(chosen.pop("CHUNK"), triton.next_power_of_2(width)) // room)
+        chunks = triton.cdiv(width, depth * room) or 1
         last = chunks == 1
-        room = k * chosen.pop("ROOM", 1) if not last else k
-        kernel = _select_kernels[chosen.pop("OPAQUE", 0)]
-        found = out if last else torch.empty((rows, chunks * room), dtype=torch.int32, device=logits.device)
-        kernel[(rows, chunks)](
-            logits, lengths, listed, table, found, width, logits.stride(0), logits.stride(1), table.stride(0),
-            found.stride(0), k, room, CHUNK=chunk, ROOM=triton.next_power_of_2(room), LISTED=listed is not logits,
-            LAST=last, TRANSLATE=last and page_table is not None, PAGE=page_tokens, **chosen,
+        found = torch.empty((2, rows, chunks * room), dtype=torch.int32, device=logits.device)
+        _select_kernel[(rows, chunks)](
+            logits, lengths, keys, positions, found[0], found[1], table, out, width, logits.stride(0), logits.stride(1),
+            1, table.stride(0), k, DEPTH=depth, ROOM=room, LISTED=keys is not lengths, LAST=last,
+            TRANSLATE=last and page_table is not None, PAGE=page_tokens, **LAUNCH, **chosen,
         )  # fmt: skip
         if last:
             break
-        listed, width = found, chunks * room
+        (keys, positions), width = found, chunks * room
     return out
 
 
-def topk_config(rows: int, width: int, k: int, processors: int) -> dict[str, int]:
-    """Chunk and warps for one round over `rows` x `width`; a chunk holds at least 4 k so that lists shrink."""
+def topk_config(rows: int, width: int, room: int, processors: int) -> dict[str, int]:
+    """Chunk and warps for one round over `rows` x `width`."""
     if INTERPRETED:
         return {"CHUNK": MAX_CHUNK}
-    return {"CHUNK": max(8192, min(MAX_CHUNK, 4 * triton.next_power_of_2(k))), "num_warps": 16}
+    return {"CHUNK": MAX_CHUNK, "num_warps": 32}
