@@ -1,4 +1,4 @@
-"""Tables of trials as each class would write them, after the public descriptions; knows nothing of the rules under test.
+"""Tables of trials as each class would write them, after public descriptions; knows nothing of the rules.
 
 A deployment is a function from one request (a dict) to what happened to it. `battery` sends the same questions to any.
 """
@@ -74,13 +74,29 @@ def simulate(code: str, seed: int, *, asks: list[dict] | None = None, second: st
         }
         expected = str(np.random.default_rng([ask["seed"], 5]).integers(10000, 99999))
         row = {
-            "probe": ask["probe"], "arm": ask.get("arm", "single"), "target_tokens": ask["length"], "counted_tokens": ask["length"],
-            "prompt_tokens": ask["length"], "depth": ask["depth"], "needle_token": state["needle"], "question": "what is the code?",
-            "expected": expected, "outcome": "exact", "answer": expected, "finish_reason": "stop", "completion_tokens": 6,
-            "turn": ask.get("turn", 1), "concurrency": state["load"], "ordinal": ordinal, "seed": ask["seed"], "label": ask.get("label", ""),
+            "probe": ask["probe"],
+            "arm": ask.get("arm", "single"),
+            "target_tokens": ask["length"],
+            "counted_tokens": ask["length"],
+            "prompt_tokens": ask["length"],
+            "depth": ask["depth"],
+            "needle_token": state["needle"],
+            "question": "what is the code?",
+            "expected": expected,
+            "outcome": "exact",
+            "answer": expected,
+            "finish_reason": "stop",
+            "completion_tokens": 6,
+            "turn": ask.get("turn", 1),
+            "concurrency": state["load"],
+            "ordinal": ordinal,
+            "seed": ask["seed"],
+            "label": ask.get("label", ""),
             "cached_tokens": (ask["length"] - ask.get("suffix", 1)) // PAGE * PAGE if ask.get("warm") else 0,
-            "wanted_cache": "warm" if ask.get("warm") else "cold", "accept_length": round(2.6 + rng.normal(0, 0.1), 2), "tenant": ask.get("tenant", ""),
-        }  # fmt: skip
+            "wanted_cache": "warm" if ask.get("warm") else "cold",
+            "accept_length": round(2.6 + rng.normal(0, 0.1), 2),
+            "tenant": ask.get("tenant", ""),
+        }
         row["cache"] = "warm" if row["cached_tokens"] else "cold"
         if rng.random() < 0.01:
             _wrong(row, "near", rng, values)
@@ -96,11 +112,17 @@ def simulate(code: str, seed: int, *, asks: list[dict] | None = None, second: st
 
 def _parameters(name, rng):
     return {
-        "ceiling": int(rng.choice([1024, 2048, 3072])), "pages": int(rng.integers(120, 260)), "stash": 4096,
-        "k": int(rng.choice([128, 256])), "period": int(rng.choice([4, 16, 64])), "residue": int(rng.integers(4)),
-        "limit": int(rng.choice([2048, 4096])), "way": int(rng.integers(2)), "kind": str(rng.choice(["garbage", "refusal"])),
+        "ceiling": int(rng.choice([1024, 2048, 3072])),
+        "pages": int(rng.integers(120, 260)),
+        "stash": 4096,
+        "k": int(rng.choice([128, 256])),
+        "period": int(rng.choice([4, 16, 64])),
+        "residue": int(rng.integers(4)),
+        "limit": int(rng.choice([2048, 4096])),
+        "way": int(rng.integers(2)),
+        "kind": str(rng.choice(["garbage", "refusal"])),
         "rate": float(rng.uniform(0.2, 0.35)),
-    }  # fmt: skip
+    }
 
 
 def _wrong(row, outcome, rng, values):

@@ -38,6 +38,7 @@ _HOMES = {
     "diagnose": "diagnosis",
     "extract": "features",
     "SIGNATURES": "signatures",
+    "Ledger": "ledger",
     "Hole": "monotone",
     "falling_fit": "monotone",
     "hole": "monotone",

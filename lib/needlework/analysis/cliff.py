@@ -103,12 +103,13 @@ class CliffSearch:
         grid, weight = self._grid, self._posterior()
         by_bin = weight.sum(axis=1)
         active = np.flatnonzero(by_bin > 1e-5 * by_bin.max())
-        share = by_bin[active]
-        mass = weight[active].reshape(len(active), len(WIDTHS), -1) / share[:, None, None]
+        candidates = self._candidates(active)
+        active, mass, stride = self._thinned(active, weight, by_bin)
+        share = mass.sum(axis=(1, 2))
+        mass = mass / share[:, None, None]
         floor = mass.sum(axis=1) @ _LEVELS[:, 1]
         drop = mass @ (_LEVELS[:, 0] - _LEVELS[:, 1])  # [bins, widths]
-        candidates = self._candidates(active)
-        shape = grid.shape(active, grid.edges[candidates])
+        shape = grid.shape(active, grid.edges[candidates], stride)
         chance = floor[:, None] + (drop[:, None, :] @ shape)[:, 0, :]  # P(hit | bin, length)
         share = share / share.sum()
         chosen: list[int] = []
@@ -183,6 +184,24 @@ class CliffSearch:
             low=self.low,
             high=self.high,
         )
+
+    def _thinned(
+        self, active: np.ndarray, weight: np.ndarray, by_bin: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, int]:
+        """While much is possible, neighbouring bins act as one: (rows, mass [rows, widths, levels], bins in a row)."""
+        shape = (-1, len(WIDTHS), len(_LEVELS))
+        stride = max(1, len(active) // 90)
+        if stride == 1:
+            return active, weight[active].reshape(shape), 1
+        inner = active[(active > 0) & (active < len(by_bin) - 1)]
+        ends = np.setdiff1d(active, inner)
+        group = (inner - inner[0]) // stride
+        sums = np.zeros((group[-1] + 1, weight.shape[1]))
+        np.add.at(sums, group, weight[inner])
+        rows = inner[0] + np.arange(len(sums)) * stride + (stride - 1) // 2
+        keep = sums.sum(axis=1) > 0
+        rows = np.concatenate([np.minimum(rows[keep], len(by_bin) - 2), ends])
+        return rows, np.concatenate([sums[keep], weight[ends]]).reshape(shape), stride
 
     def _candidates(self, active: np.ndarray) -> np.ndarray:
         """Bin edges worth asking: where thresholds are still possible and two octaves around, at most ~120 of them."""
@@ -355,12 +374,12 @@ class _Grid:
     step: float
     log_prior: np.ndarray  # [bins + 2, widths * levels]; the first row is "below the range", the last "no cliff"
 
-    def shape(self, rows: np.ndarray, exponents: np.ndarray) -> np.ndarray:
+    def shape(self, rows: np.ndarray, exponents: np.ndarray, stride: int = 1) -> np.ndarray:
         """Share of the fall still ahead [rows, widths, lengths]; the threshold is uniform inside its bin."""
         middle = self.edges[0] + (rows - 0.5) * self.step
         above = middle[:, None] - exponents[None, :]
         soft = 1 / (1 + np.exp(-np.clip(above[:, None, :] * (LOGISTIC / WIDTHS[1:])[None, :, None], -40, 40)))
-        shape = np.concatenate([np.clip(above / self.step + 0.5, 0, 1)[:, None, :], soft], axis=1)
+        shape = np.concatenate([np.clip(above / (self.step * stride) + 0.5, 0, 1)[:, None, :], soft], axis=1)
         shape[rows == 0] = 0.0
         shape[rows == len(self.edges)] = 1.0
         return shape

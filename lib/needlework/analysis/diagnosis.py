@@ -24,7 +24,7 @@ from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES, TEST
 from needlework.analysis.trials import hits
 
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
-PAIR_PRIOR = 0.02  # two causes at once are this much rarer than one
+PAIR_PRIOR = 0.1  # two causes at once are this much rarer than one
 STRONG, WEAK = 3.0, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
@@ -145,7 +145,7 @@ class Diagnosis:
 def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     """Ranks the fault classes F01–F20, the lookalikes N1–N5 and "healthy" for a table of trials.
 
-    `evidence` (optional): a mapping or dataclass with `config`, `digests`, `pages`, `logs`, `flags` (features.settings).
+    `evidence` (optional): mapping or dataclass with `config`, `digests`, `pages`, `logs`, `flags` (features.settings).
     Any subset of the trial columns will do; what the table can not show is listed in `.missing`, never guessed.
     Raises ValueError only when `trials` is not a table or the evidence is not a mapping.
     """
@@ -245,7 +245,7 @@ def _verdict(
             return "healthy", (), "strong" if measured >= 100 else "moderate"
         return "not proven", (), "weak"
     best, value = max(pairs.items(), key=lambda item: item[1])
-    if measured >= 2 * FEW and value > single[top.code] + 2.0 and all(_carries(code, best, seen) for code in best):
+    if measured >= 2 * FEW and value > single[top.code] + 1.0 and all(_carries(code, best, seen) for code in best):
         ordered = tuple(sorted(best, key=lambda code: -single[code]))
         return "two causes", ordered, "moderate" if value < single[top.code] + 6 else "strong"
     lines = {LINES.get(e.feature, e.feature) for e in top.supporting if e.weight >= WEAK} - {""}

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,30 @@ def extract(trials: pd.DataFrame, evidence: Any = None) -> dict[str, Feature]:
     for observe in OBSERVERS:
         for feature in observe(view):
             features[feature.name] = feature
+    _raise_loss(features)
     return features
 
 
+_PLAIN = {"comb", "edge", "position_ceiling", "last_chunk_only"}
+_ELSEWHERE = {"comb_warm", "warm_loss", "reload_loss", "pd_loss", "load_loss", "abort_loss", "continue_loss"} | {
+    "crossed_identity"
+}
+
+
+def _raise_loss(features: dict[str, Feature]) -> None:
+    """A loss that is clear in one place is a loss, even where most trials of the table were never exposed to it."""
+    for name, places in (("plain_loss", _PLAIN), ("loss", _PLAIN | _ELSEWHERE)):
+        clearest = max((features[p].presence or 0.0 for p in places if p in features), default=0.0)
+        if name in features and (features[name].presence or 0.0) < clearest:
+            features[name] = replace(features[name], presence=clearest)
+
+
 def settings(evidence: Any) -> dict[str, Any]:
-    """Evidence as a plain dict: `config` (topk, ratio, window, page, chunk, context_limit), `digests` (buffer -> equal?),
-    `pages` (words or codes of page findings), `logs` (rule -> count), `flags` (flag switched -> True when that heals)."""
+    """Evidence as a plain dict; every part is optional.
+
+    `config` (topk, ratio, window, page, chunk, context_limit), `digests` (buffer -> equal?), `pages` (words or codes of
+    page findings), `logs` (rule -> count), `flags` (flag that was switched -> True when that heals).
+    """
     if evidence is None:
         return {}
     if is_dataclass(evidence) and not isinstance(evidence, type):
@@ -127,6 +145,10 @@ class _View:
         self.frame, self.n = frame, len(frame)
         self.hit = table.hits(frame).to_numpy(float)
         self.length = table.lengths(frame).to_numpy(float)
+        sent = self.number("counted_tokens")
+        self.sent = np.where(np.isfinite(sent), sent, self.number("target_tokens"))
+        # a count far below what was sent is a finding of its own (truncated, tiny_prompt), not a place on the curve
+        self.length = np.where(self.length < 0.93 * self.sent, self.sent, self.length)
         self.needle = self.number("needle_token")
         depth = self.number("depth")
         self.needle = np.where(np.isfinite(self.needle), self.needle, depth * self.length)
@@ -141,6 +163,7 @@ class _View:
         self.measured = np.isfinite(self.hit)
         aside = self.warm | (self.load > 1) | (self.turn > 1) | np.isin(self.probe, ["abort", "echo", "drift", "turns"])
         plain = self.measured & ~aside
+        self.base_of_all = plain
         if plain.sum() < 12:
             plain = self.measured
         self.good = np.ones(self.n, bool)  # rows that the effect of length alone would let hit
@@ -160,7 +183,7 @@ class _View:
 
     def _worst_arm(self, plain: np.ndarray) -> str | None:
         names = [n for n in dict.fromkeys(self.arm[plain]) if self.rate(plain & (self.arm == n))[1] >= 6]
-        worst, strongest = None, 0.01
+        worst, strongest = None, 0.05
         for one, two in itertools.combinations(names[:6], 2):
             compared = compare_pairs(pair_up(self.frame[plain], "arm", one, two), one, two)
             if compared.p_value < strongest:
@@ -211,7 +234,8 @@ def _length(v: _View) -> list[Feature]:
     chunk, last = _last_chunk(v, x, y, needle)
     gains = {name: split.gain if split else 0.0 for name, split in rivals.items()}
     gains["last_chunk_only"] = last
-    best = max(gains.values())
+    by_time = best_split(v.number("ordinal")[v.base], y)
+    best = max(*gains.values(), by_time.gain if by_time else 0.0)
     varied = np.isfinite(needle).sum() >= 12 and len(np.unique(np.round(needle / x, 1))) >= 3
     for name, gain in gains.items():
         if name != "edge" and not varied:
@@ -229,8 +253,9 @@ def _length(v: _View) -> list[Feature]:
         rates = f" ({100 * split.top:.0f} % below, {100 * split.bottom:.0f} % above)" if split else ""
         value = (split.low, split.high) if split else None
         out.append(Feature(name, strength, f"recall falls with {what} {where} tokens{rates}", len(y), value))
-    _predict(v, gains, rivals, chunk)
-    if whole is not None and gains["edge"] > 5:
+    if max(gains.values()) >= best - 0.5:
+        _predict(v, gains, rivals, chunk)
+    if whole is not None and gains["edge"] > max(5, best - 6):
         below, above = y[x <= whole.low], y[x >= whole.high]
         clean = min(below.mean() if len(below) else 0.5, 1 - above.mean() if len(above) else 0.5)
         narrow = math.log2(max(whole.high, 1) / max(whole.low, 1))
@@ -326,9 +351,9 @@ def _residues(v: _View) -> list[Feature]:
         x, y = v.length[mask], v.hit[mask]
         if len(np.unique(x)) < 12:
             continue
-        result = comb_test(x, y, permutations=200)
-        if result.p_value < 0.01:
-            result = comb_test(x, y, permutations=4000)
+        result = comb_test(x, y, permutations=200 if len(y) <= 1500 else 0)
+        if result.p_value < 0.01 and len(y) <= 1500:
+            result = comb_test(x, y, permutations=1000)
         inside = np.isin(np.round(x) % (result.period or 1), result.residues)
         dead = 1 - y[inside].mean() if result.state == "comb" and inside.any() else 0.0
         strength = presence_of(result.p_value) * float(dead >= 0.6 and dead - result.misses_elsewhere >= 0.4)
@@ -382,7 +407,12 @@ def _arms(v: _View) -> list[Feature]:
         compared = compare_pairs(pair_up(frame, "_side", "combined", "PD"), "combined", "PD")
         if compared.pairs >= 6:
             one = compared.only_first > compared.only_second
-            out.append(Feature("pd_loss", presence_of(compared.p_value) * one, str(compared), compared.pairs))
+            lost = v.pd_arm & (v.hit == 0)
+            low, high = (v.length[lost].min(), v.length[lost].max()) if lost.any() else (0, 0)
+            like = v.base_of_all & ~v.pd_arm & (v.length >= 0.9 * low) & (v.length <= 1.1 * high)
+            unpaired = _contrast(v, "pd_loss", v.pd_arm & (v.length >= low), like, "PD", "other arms").presence or 0.0
+            strength = max(presence_of(compared.p_value), min(unpaired, 0.9)) * one
+            out.append(Feature("pd_loss", strength, str(compared), compared.pairs))
             misses = min(compared.only_second + compared.neither, compared.only_first + compared.neither)
             both = presence_of(max(compared.neither / compared.pairs < 0.06, 1e-4)) * float(misses >= 3)
             both *= float(compared.neither >= 2 * (compared.only_first + compared.only_second))
@@ -447,10 +477,9 @@ def _load(v: _View) -> list[Feature]:
     for name in TENANT:
         column = v.text(name)
         if len(set(column)) >= 2:
-            m, n = v.rate(v.warm & (column != ""))
-            if n >= 4:
-                strength = float(m / n > 0.3) * float((v.hit[v.base] == 1).mean() > 0.7 if v.base.any() else 0)
-                out.append(Feature("crossed_identity", strength, f"{m} of {n} hits across {name}s are wrong", n))
+            crossed = v.warm & (column != "") & v.good
+            if v.rate(crossed)[1] >= 4 and v.rate(v.base & v.good)[1] >= 6:
+                out.append(_contrast(v, "crossed_identity", crossed, v.base & v.good, f"hits across {name}s", "plain"))
             break
     return out
 
@@ -462,7 +491,7 @@ def _answers(v: _View) -> list[Feature]:
     n = int(missed.sum())
     foreign = missed & np.char.startswith(source.astype(str), "trial:")
     if not (source != "").any():
-        foreign = missed & _foreign(answer, expected)
+        foreign = missed & (v.outcome != "near") & _foreign(answer, expected)
     answered = v.measured.sum()
     if answered >= 12:
         count = int(foreign.sum())
@@ -482,7 +511,7 @@ def _answers(v: _View) -> list[Feature]:
                 out.append(
                     Feature(
                         name,
-                        float(np.clip((share - 0.2) / 0.4, 0, 1)),
+                        float(np.clip((share - 0.2) / 0.4, 0, 1)) * min(1.0, (n - 2) / 6),
                         f"{100 * share:.0f} % of {n} misses are {text}",
                         n,
                         share,
@@ -506,7 +535,7 @@ def _answers(v: _View) -> list[Feature]:
                     n,
                 )
             )
-            loop = np.array([bool(LOOP.search(a[:2000])) for a in texts])
+            loop = np.array([bool(LOOP.search(a[:400])) for a in texts])
             out.append(
                 Feature(
                     "loops",
@@ -518,7 +547,7 @@ def _answers(v: _View) -> list[Feature]:
             known = missed & (expected != "") & (answer != "") & (v.outcome != "near")
             if known.sum() >= 4:
                 start = np.array([_starts(a, e) for a, e in zip(answer[known], expected[known], strict=True)])
-                text = f"{int(start.sum())} of {int(known.sum())} wrong answers begin with the right two characters and then fail"
+                text = f"{int(start.sum())} of {int(known.sum())} wrong answers begin right and then fail"
                 out.append(
                     Feature("first_right", float(np.clip((start.mean() - 0.25) / 0.35, 0, 1)), text, int(known.sum()))
                 )
@@ -541,7 +570,7 @@ def _answers(v: _View) -> list[Feature]:
         out.append(
             Feature(
                 "budget",
-                float(np.clip((share - 0.1) / 0.2, 0, 1)),
+                float(np.clip((share - 0.03) / 0.1, 0, 1)),
                 f"{lost} of {v.n} answers ended at the token budget",
                 v.n,
             )
@@ -615,6 +644,8 @@ def _repeatability(v: _View) -> list[Feature]:
     )
     for key in keys:
         frame[key] = v.frame[key].astype("object").where(v.frame[key].notna(), "")
+    from scipy.stats import binom
+
     frame = frame[v.measured]
     out = []
     for name, part in (("flips_serial", frame[frame["load"] == 0]), ("flips_loaded", frame[frame["load"] == 1])):
@@ -622,11 +653,11 @@ def _repeatability(v: _View) -> list[Feature]:
         groups = groups[groups["size"] >= 2]
         if len(groups) >= 6:
             differ = int((groups["min"] != groups["max"]).sum())
-            share = differ / len(groups)
+            p = float(binom.sf(differ - 1, len(groups), 2 * LAPSE)) if differ else 1.0
             out.append(
                 Feature(
                     name,
-                    float(np.clip((share - 0.03) / 0.12, 0, 1)),
+                    presence_of(p),
                     f"{differ} of {len(groups)} repeated prompts change between hit and miss ({name.split('_')[1]})",
                     len(groups),
                 )
@@ -662,7 +693,7 @@ def _inside(v: _View) -> list[Feature]:
                 Feature(
                     name,
                     float(bool(re.search(pattern, words))),
-                    f"page findings {'speak' if re.search(pattern, words) else 'do not speak'} of {name.removeprefix('page_')}",
+                    f"page findings {'' if re.search(pattern, words) else 'do not '}name {name.removeprefix('page_')}",
                     len(rows),
                 )
             )
@@ -768,12 +799,20 @@ def _bare(text: str) -> str:
     return re.sub(r"[\W_]", "", text).lower() or "\0"
 
 
+_SETTING = {
+    **dict.fromkeys(("index_topk", "top_k"), "topk"),
+    **dict.fromkeys(("page_size", "page_tokens"), "page"),
+    **dict.fromkeys(("chunk_size", "chunk_tokens", "chunked_prefill_size"), "chunk"),
+    **dict.fromkeys(("context_length", "max_model_len", "max_context"), "context_limit"),
+    **dict.fromkeys(("sliding_window", "swa_window"), "window"),
+    "compress_ratio": "ratio",
+}
+
+
 def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    names = {"index_topk": "topk", "top_k": "topk", "page_size": "page", "chunk_size": "chunk", "chunked_prefill_size": "chunk",
-             "context_length": "context_limit", "max_model_len": "context_limit", "sliding_window": "window", "compress_ratio": "ratio"}  # fmt: skip
     out: dict[str, Any] = {}
     for key, value in config.items():
-        name = names.get(str(key), str(key))
+        name = _SETTING.get(str(key), str(key))
         if isinstance(value, (list, tuple)):
             value = [int(x) for x in value if isinstance(x, (int, float)) and x > 1]
             if value:

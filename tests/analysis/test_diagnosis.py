@@ -1,0 +1,121 @@
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+from needlework.analysis.diagnosis import diagnose
+from needlework.analysis.features import best_split, extract, settings
+from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES, TESTS
+from simulator import CLASSES, CONFIG, battery, simulate
+
+
+@pytest.mark.parametrize("code", CLASSES)
+def test_each_class_is_found_from_outside(code):
+    result = diagnose(simulate(code, 1), {"config": CONFIG})
+    assert code in [r.code for r in result.ranked[:3]]
+    assert result.verdict in ("named", "not proven", "two causes") and str(result)
+
+
+def test_healthy_is_called_healthy():
+    for seed in (1, 2, 3):
+        result = diagnose(simulate("healthy", seed), {"config": CONFIG})
+        assert result.verdict == "healthy" and result.ranked[0].code == "healthy" and "Healthy" in str(result)
+
+
+def test_two_causes_are_both_named():
+    result = diagnose(simulate("F14", 1, second="F09"), {"config": CONFIG})
+    assert result.verdict == "two causes" and set(result.causes) == {"F14", "F09"}
+    assert {r.code for r in result.ranked[:2]} == {"F14", "F09"} and "Two causes" in str(result)
+
+
+def test_inside_evidence_decides_between_twins():
+    frame = simulate("F01", 2)
+    digest = diagnose(frame, {"config": CONFIG, "pages": ["layout: scales read as codes"], "logs": {"truncated": 0}})
+    assert digest.ranked[0].code == "F01" and digest.ranked[0].posterior > 0.9
+    assert (
+        diagnose(frame[frame["arm"] == "single"], {"flags": {"--disable-cuda-graph": False}, "config": CONFIG})
+        .ranked[0]
+        .code
+        != "F17"
+    )
+
+
+@pytest.mark.parametrize(
+    "columns", [["outcome"], ["prompt_tokens", "outcome"], ["target_tokens", "score"], ["arm", "answer"], []]
+)
+def test_few_columns_give_an_answer_with_its_limits(columns):
+    frame = simulate("F01", 3).assign(score=lambda f: (f["outcome"] == "exact").astype(float))[columns]
+    result = diagnose(frame)
+    assert result.confidence != "strong" and result.missing and str(result)
+
+
+def test_ten_rows_one_arm_and_contradiction_prove_nothing():
+    ten = pd.DataFrame({"prompt_tokens": range(1000, 11000, 1000), "outcome": ["exact"] * 2 + ["garbage"] * 8})
+    result = diagnose(ten, {"config": CONFIG})
+    assert result.verdict == "not proven" and "too few" in str(result)
+    assert diagnose(ten.iloc[:2].assign(outcome="exact")).verdict == "not proven"
+    both = pd.concat([ten.assign(outcome="exact"), ten.assign(outcome="garbage")] * 3)
+    assert diagnose(both, {"config": CONFIG}).confidence != "strong"
+    assert diagnose(pd.DataFrame()).verdict == "not proven"
+    nothing = pd.DataFrame({"outcome": ["transport"] * 40})
+    assert "measured nothing" in str(diagnose(nothing))
+    with pytest.raises(ValueError, match="table of trials"):
+        diagnose([1])
+    with pytest.raises(ValueError, match="mapping"):
+        diagnose(ten, 7)
+
+
+def test_next_tests_say_what_each_hypothesis_expects_and_were_not_run():
+    frame = simulate("F14", 1, asks=[a for a in battery(1) if a["probe"] in ("recall", "cliff", "arms")])
+    result = diagnose(frame, {"config": CONFIG})
+    assert len(result.next_tests) >= 2
+    assert all(len(t.outcomes) >= 2 for t in result.next_tests)
+    titles = {t.title for t in result.next_tests}
+    assert "PD against combined" not in titles and any("warm" in spot for spot in result.missing)
+
+
+def test_large_table_is_fast():
+    frame = pd.concat([simulate("F05", s) for s in range(2)] * 11, ignore_index=True).iloc[:10_000]
+    frame["seed"] = np.arange(len(frame))
+    diagnose(frame.iloc[:50])
+    start = time.process_time()
+    diagnose(frame, {"config": CONFIG})
+    assert len(frame) == 10_000 and time.process_time() - start < 2.0
+
+
+def test_hostile_text_is_escaped_and_bounded():
+    frame = simulate("F01", 1).assign(answer="<img src=x onerror=alert(1)>" * 400, arm="<b>")
+    frame.attrs["notes"] = ["<script>"]
+    html = diagnose(frame)._repr_html_()
+    assert "<img" not in html and "<script>" not in html and len(html) < 20_000
+
+
+def test_signatures_are_consistent():
+    names = set(
+        extract(
+            simulate("F11", 1),
+            {
+                "config": CONFIG,
+                "digests": {"index": False, "kv": True},
+                "pages": ["x"],
+                "logs": {"a": 1},
+                "flags": dict.fromkeys(
+                    ("graph", "draft", "radix", "chunk", "dtype", "topk", "serial", "wait", "combined"), True
+                ),
+            },
+        )
+    )
+    known = names | set(BACKGROUND)
+    assert SIGNATURES[0].code == "healthy" and len(BY_CODE) == 26
+    for signature in SIGNATURES:
+        assert set(signature.expects) <= known, signature.code
+        assert signature.decisive and (signature.code == "healthy" or signature.citations)
+    assert all(set(test.shows) <= known for test in TESTS)
+
+
+def test_best_split_finds_a_step_and_nothing_in_noise():
+    x = np.arange(40.0)
+    split = best_split(x, (x < 20).astype(float))
+    assert (split.low, split.high, split.top, split.bottom) == (19, 20, 1, 0)
+    assert best_split(x, np.ones(40)) is None and best_split(x[:3], np.array([1, 0, 1.0])) is None
+    assert settings({"page_size": 64, "max_model_len": 100})["config"] == {"page": 64, "context_limit": 100}
