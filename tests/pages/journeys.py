@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import planting
 import torch
 from needlework.pages import Layout
 from torch import Tensor
+
+from . import planting
 
 
 @dataclass

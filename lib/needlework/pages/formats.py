@@ -113,13 +113,17 @@ def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor) -> None:
     step = max(1, budget // max(1, codes[0].numel()))
     bias = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}.get(name, 1.0)
     shift = bias if bias > 1 and not codes.is_cuda and float(scales.abs().max()) * bias < 3e38 else 1.0
+    rows = (min(step, codes.shape[0]), *codes.shape[1:])
+    # one buffer for all slices: a fresh one each time would cost more in page faults than the arithmetic
+    bits = torch.empty(rows if shift > 1 else 0, dtype=torch.int16)
+    floats = torch.empty(rows if shift > 1 else 0)
     for first in range(0, codes.shape[0], step):
         part = codes[first : first + step].contiguous()
         scale = scales[first : first + step, ..., None]
         if codes.is_cuda and bias > 1:
             values = part.view(getattr(torch, f"float8_{name}")).to(torch.float16)
         elif shift > 1:
-            values, scale = _e4m3_halves(part, name).to(torch.float32), scale * shift
+            values, scale = floats[: len(part)].copy_(_e4m3_halves(part, name, bits[: len(part)])), scale * shift
         else:  # 4-bit codes, or a scale so large that it leaves no room for the bias
             values = decode(part, name)
         torch.mul(

@@ -98,6 +98,8 @@ def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = No
     demand_power = field.format == "f32" and all(rule.power_of_two for rule in layout.writers.values())
     uneven = sane & ~below & ~power if demand_power else torch.zeros_like(zero)
 
+    if field.count > layout["codes"].count // layout.group:  # one scale, stored several times over
+        uneven = uneven | (scale != scale[..., :1])
     groups = scale.shape[-1]
     size = magnitudes(codes, layout, groups)
     peak = size.amax(-1)

@@ -1,0 +1,148 @@
+"""Dumps on disk: every form round-trips, hostile files cost one sentence and no memory; the command prints the tables."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tracemalloc
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from needlework.__main__ import main
+from needlework.pages import LAYOUTS, Dump, page_digests, read, write_dump
+
+LAYOUT = LAYOUTS["dsa-index-fp8"]
+
+
+@pytest.fixture
+def dump() -> Dump:
+    torch.manual_seed(0)
+    raw = LAYOUT.encode({"values": torch.randn(3, 64, 128)})
+    return Dump(
+        raw, LAYOUT.name, 64, (4, 9, 2), "c4-index", 2, "r1", "prefill", 190, 4, tuple(page_digests(raw, LAYOUT))
+    )
+
+
+@pytest.mark.parametrize("name", ["a.bin", "a", "a.safetensors"])
+def test_dumps_come_back_whole(tmp_path, dump, name):
+    back = read(write_dump(tmp_path / name, dump))[0]
+    assert torch.equal(back.raw, dump.raw)
+    assert back.describe() == dump.describe()
+    assert int(back.live.sum()) == 190
+
+
+def test_numpy_files_are_unlabelled_bytes(tmp_path, dump):
+    np.save(tmp_path / "a.npy", dump.raw.numpy())
+    np.savez_compressed(tmp_path / "a.npz", pool=dump.raw.numpy())
+    for name in ("a.npy", "a.npz"):
+        back = read(tmp_path / name)[0]
+        assert back.layout is None and torch.equal(back.with_layout(LAYOUT.name, 64).raw, dump.raw)
+
+
+def test_a_padded_stride_is_cut(tmp_path, dump):
+    wide = torch.nn.functional.pad(dump.raw, (0, 192))
+    wide.numpy().tofile(tmp_path / "v.bin")
+    (tmp_path / "v.json").write_text(json.dumps({"layout": LAYOUT.name, "stride": 8640}))
+    assert torch.equal(read(tmp_path / "v.bin")[0].raw, dump.raw)
+
+
+def _hostile(folder, dump):
+    good = write_dump(folder / "good.bin", dump)
+    side = json.loads((folder / "good.json").read_text())
+
+    def variant(name, **changes):
+        (folder / f"{name}.bin").write_bytes(good.read_bytes())
+        (folder / f"{name}.json").write_text(json.dumps({**side, **changes}))
+        return folder / f"{name}.bin"
+
+    def raw(name, data):
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    npy = io.BytesIO()
+    np.lib.format.write_array_header_1_0(npy, {"descr": "|u1", "fortran_order": False, "shape": (100 * 10**9,)})
+    bomb = folder / "claim.npz"
+    with zipfile.ZipFile(bomb, "w") as archive:
+        archive.writestr("a.npy", npy.getvalue() + b"tiny")
+    objects = io.BytesIO()
+    np.save(objects, np.array([{"a": 1}], dtype=object), allow_pickle=True)
+    yield "digest", variant("digest", digest="0" * 32), "not those that were saved"
+    yield "pages", variant("ids", page_ids=[1]), "page_ids has 1 items for 3 pages"
+    yield "entries", variant("entries", entries=10**12), "do not fit 3 pages"
+    yield "tokens", variant("tokens", page_tokens=10**12), "page_tokens lies between"
+    yield "whole pages", variant("whole", page_tokens=63), "expected pages of 8,316 bytes, found 25,344"
+    yield "layout", variant("layout", layout="nonsense"), "unknown layout"
+    yield "type", variant("type", layer="two"), "layer is int, found str"
+    yield "stride", variant("stride", stride=3), "stride is at least 8,448"
+    yield "json", (variant("list"), (folder / "list.json").write_text("[1]"))[0], "expected a JSON object"
+    yield "deep", (variant("deep"), (folder / "deep.json").write_text("[" * 100_000))[0], "is not JSON"
+    yield "empty", raw("empty.bin", b""), "is empty"
+    yield (
+        "safetensors header",
+        raw("h.safetensors", (100 * 10**9).to_bytes(8, "little") + b"{}"),
+        "header claims 100,000,000,000",
+    )
+    yield "safetensors offsets", raw("o.safetensors", _safetensors(10**11)), "not a sound safetensors file"
+    yield "npy", raw("claim.npy", npy.getvalue() + b"tiny"), "header claims 100,000,000,000 bytes"
+    yield "npz", bomb, "header claims 100,000,000,000 bytes"
+    yield "zip", raw("broken.npz", b"PK\x03\x04nothing"), "not a sound numpy file"
+    yield "objects", raw("objects.npy", objects.getvalue()), "Python objects, which are never read"
+    yield "pickle", raw("pickle.npy", pickle.dumps({"a": 1})), "not a sound numpy file"
+
+
+def _safetensors(end: int) -> bytes:
+    header = json.dumps({"a": {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}}).encode()
+    return len(header).to_bytes(8, "little") + header + b"tiny"
+
+
+def test_hostile_files_cost_one_sentence_and_no_memory(tmp_path, dump, capsys):
+    for name, path, words in _hostile(tmp_path, dump):
+        tracemalloc.start()
+        with pytest.raises(ValueError, match=words) as caught:
+            read(path)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2_000_000, (name, peak)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400, name
+        assert main(["pages", "diagnose", str(path)]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("needlework pages: ") and captured.err.count("\n") == 1, name
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+def test_command_on_healthy_dumps(tmp_path, dump, capsys):
+    one, two = write_dump(tmp_path / "a.bin", dump), write_dump(tmp_path / "b.safetensors", dump)
+    np.save(tmp_path / "c.npy", dump.raw.numpy())
+    assert main(["pages", "diagnose", str(one), str(two)]) == 0
+    assert "0 findings" in capsys.readouterr().out
+    assert main(["pages", "compare", str(one), str(two)]) == 0
+    assert "1 pool arrived, byte for byte" in capsys.readouterr().out
+    assert main(["pages", "identify", str(tmp_path / "c.npy")]) == 0
+    assert "c.npy: dsa-index-fp8\n" in capsys.readouterr().out
+    assert main(["pages", "diagnose", str(tmp_path / "c.npy"), "--entries", "192"]) == 0
+
+
+def test_command_on_damaged_dumps(tmp_path, dump, capsys):
+    one = write_dump(tmp_path / "a.bin", dump)
+    damaged = dump.raw.clone()
+    damaged[1] = 0
+    np.save(tmp_path / "b.npy", damaged.numpy())
+    arguments = ["--layout", LAYOUT.name]
+    assert main(["pages", "diagnose", str(tmp_path / "b.npy"), *arguments]) == 1
+    assert "never-written" in capsys.readouterr().out
+    assert main(["pages", "compare", str(one), str(tmp_path / "b.npy"), *arguments, "--csv"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("name,severity,pool") and "tokens 256–511 are lost" in out
+    np.save(tmp_path / "noise.npy", np.random.default_rng(0).integers(0, 256, 8448, dtype=np.uint8))
+    assert main(["pages", "identify", str(tmp_path / "noise.npy")]) == 1
+    assert "none of these" in capsys.readouterr().out
+
+
+def test_command_usage_errors(tmp_path, capsys):
+    assert main(["pages"]) == 2
+    assert main(["pages", "diagnose", str(tmp_path / "absent.bin")]) == 2
+    assert main(["pages", "--help"]) == 0
+    assert "identify" in capsys.readouterr().out
