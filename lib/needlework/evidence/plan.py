@@ -68,7 +68,7 @@ def load_plan(path: str | Path) -> Plan:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid TOML: {error}") from None
-    _take(raw, {"name": str, "hosts": list, "window": dict, "release": dict, "incident": dict}, path.name)
+    _take(raw, {"name": str, "hosts": list, "window": dict, "release": dict, "incident": dict, "lab": dict}, path.name)
     window = _take(raw.get("window", {}), {"lines": int, "since": str}, f"{path.name} [window]")
     lines = window.get("lines", 4000)
     if not 1 <= lines <= MAX_LOG_LINES:

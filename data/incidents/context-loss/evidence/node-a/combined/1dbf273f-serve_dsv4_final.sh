@@ -1,0 +1,2 @@
+#!/bin/bash
+exec /opt/needlework/.venv/bin/python -m needlework.lab.role --geometry v4 --page-size 256 --chunked-prefill-size 2048 --index-topk 512 --role combined

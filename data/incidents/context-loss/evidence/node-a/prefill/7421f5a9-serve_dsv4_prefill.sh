@@ -1,0 +1,3 @@
+#!/bin/bash
+export NEEDLEWORK_ROLE=prefill
+exec /opt/needlework/.venv/bin/python -m needlework.lab.role --geometry v4 --page-size 256 --chunked-prefill-size 2048 --index-topk 512 --role prefill

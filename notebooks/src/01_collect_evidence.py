@@ -1,0 +1,161 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Collect the evidence in one read-only call
+#
+# *What is deployed, and what do its logs and sources say?*
+#
+# **You will do:** read one collection of a whole deployment: units, environment, arguments, logs, sources, server answers.
+#
+# **You will learn:** which value is in force on which role and where it came from; what the logs name and what they do
+# not; and that something missing is a finding too.
+#
+# **You need:** nothing but this repository. To collect from your own machines, write an `incident.toml` and run
+# `needlework collect incident.toml --out evidence`.
+
+# %%
+import pandas as pd
+
+from needlework import evidence, workbook
+
+workbook.start("Collect the evidence in one read-only call")
+
+# %% tags=["parameters"]
+incident = "context-loss"
+show_lines = 4
+
+# %% [markdown]
+# ## One call, every host and role
+#
+# The engineer of the incident opened three shells by hand: the decode unit, the prefill unit, and a copy of two source
+# files. `evidence.collect` asks for all of it at once, from a fixed list of commands that can only read, and replaces
+# secrets and identities before anything is written. Placeholders such as `<address-1>` are stable, so rows still join.
+#
+# **Guess before you look:** a deployment that answers every request with status 200 has little to hide in its units.
+
+# %%
+bundle = workbook.incident(incident)
+collection = evidence.Collection.read(bundle.evidence)
+items = pd.DataFrame(collection.items)
+items["what"] = items["item"].str.partition(":")[0]
+states = items.pivot_table(index=["role", "what"], columns="state", values="item", aggfunc="count", fill_value=0)
+workbook.tables.table(states.reset_index(), "Items asked for, by role and by what came back")
+
+# %%
+replaced = pd.DataFrame(collection.replaced).T.rename_axis("kind").reset_index()
+assert replaced["places"].sum() > 0 and not evidence.redaction.check("\n".join(collection.texts.values()))
+workbook.tables.table(replaced, "What redaction replaced: different values, and places they stood in")
+
+# %% [markdown]
+# The check in the cell above runs the redaction rules once more over all that was kept: nothing is left to replace.
+#
+# ## What is not there
+#
+# An empty answer reads like "all is well" in a shell. Here each absence is a row with a sentence.
+
+# %%
+missing = evidence.absences(collection)
+assert missing["finding"].str.contains("does not exist").any(), "a named source file is missing in this incident"
+assert missing["finding"].str.contains("inactive").any(), "the combined unit is present but inactive"
+assert missing["finding"].str.contains("another service").any(), "the prefill log is not an engine's log"
+workbook.tables.table(missing, "Absence as a finding")
+
+# %% [markdown]
+# Four rows deserve a pause. One source file that the investigation named is not at its path, so whatever scores the keys
+# is some other file. The combined unit exists and is inactive: the decisive experiment is prepared but not running. A
+# unit without a kernel switch does not mean that no switch is set. And the prefill unit's log is not an engine's log.
+#
+# ## What is in force, and where it came from
+#
+# A value can be set in the unit, a drop-in, the wrapper script that `ExecStart` names, the process environment or the
+# command line, and the server may report its own. The closest to the running process wins; what it overrides is kept.
+
+# %%
+table = evidence.effective(collection)
+chosen = table[table["setting"].str.contains("page_size|kv_cache|topk|radix|chunk|SGLANG|disagg|context_length")]
+assert {"prefill", "decode"} <= set(table["role"])
+workbook.tables.table(
+    chosen[["role", "setting", "value", "source", "overrides"]], "Effective settings and their sources"
+)
+
+# %% [markdown]
+# ## Prefill against decode
+#
+# The two servers of a pair must agree on page size, dtype, layout and budget; they differ on purpose in their ports and
+# modes. Differences that can lose context come first.
+
+# %%
+differing = evidence.compare_roles(table)
+decisive = differing[differing["weight"] == "decisive"]
+workbook.tables.table(differing, "Settings that differ between the roles, decisive ones first")
+
+# %%
+verdict = "agree on every decisive setting" if decisive.empty else f"differ in {', '.join(decisive['setting'])}"
+print(f"Prefill, decode and combined {verdict}.")
+
+# %% [markdown]
+# ## What the logs name
+#
+# Each line is sorted into categories by whole words: `inf` is not found in `info`. A category that no line falls into
+# keeps its row, because that is what the incident's engineer needed to know: the failure leaves no trace.
+
+# %%
+host = items.loc[items["role"] == "decode", "host"].iloc[0]
+log = evidence.read_log(collection, host, "decode")
+counts = evidence.scan(log)
+assert len(log) == 4000, "the window of the decode log is 4,000 lines"
+workbook.tables.table(
+    counts[["category", "count", "requests", "example"]], f"{len(log):,} lines of the decode log by category"
+)
+
+# %%
+fig, ax = workbook.figures.new(7.2, 3.4)
+shown = counts.sort_values("count")
+ax.barh(shown["category"], shown["count"])
+ax.set_xlabel("lines in the window of 4,000")
+workbook.figures.show(
+    fig,
+    alt="Bar chart of log categories of the decode server: "
+    + ", ".join(f"{r.category} {r.count}" for r in shown[shown["count"] > 0].itertuples())
+    + "; every other category, among them nan, corrupt and mismatch, has no line at all.",
+)
+
+# %%
+silent = ["nan", "inf", "corrupt", "mismatch", "traceback", "out of memory"]
+assert counts.set_index("category").loc[silent, "count"].sum() == 0
+first = log["message"].head(show_lines).tolist()
+workbook.tables.table(pd.DataFrame({"message": first}), "The first lines, as they are")
+
+# %% [markdown]
+# No line of the decode log names a NaN, an infinity, corruption, a mismatch, a traceback or lack of memory. The clean
+# log neither proves health nor shows the fault: it says that whatever happens is not noticed by the code that logs.
+#
+# ## The deployed source
+#
+# A file that was copied from the machine is compared with the public release by digest, then by a bounded diff.
+
+# %%
+sources = items[items["item"].str.startswith("sha256:")][["role", "item"]].drop_duplicates("item")
+digests = [collection.text(host, row.role, row.item)[:16] for row in sources.itertuples()]
+workbook.tables.table(sources.assign(sha256=digests), "Source files that came, by digest (first 16 digits)")
+
+# %% [markdown]
+# ## What we found
+#
+# * The deployment is prefill, decode and a router; the combined unit is prepared and inactive.
+# * One of the named source files does not exist at its path, and the prefill unit's log belongs to another service.
+# * 4,000 lines of the decode log hold no sign of corruption: the failure is silent.
+# * The roles were compared setting by setting; the cell above says in one line whether a decisive one differs.
+#
+# ## What would change our mind
+#
+# A decisive difference between prefill and decode would move the suspicion to configuration before any measurement. A
+# line in the corrupt or mismatch category, joined to a failing trial by request id, would do the same for the transfer.
+#
+# **Next:** `02_reproduce_symptom` — can we make it forget?
