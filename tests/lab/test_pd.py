@@ -64,6 +64,14 @@ def test_dumps_of_both_sides_hold_the_same_bytes(pd, tmp_path):
     assert all(a.page_ids != b.page_ids for a, b in zip(sent, received, strict=True))
 
 
+def test_all_transfers_are_remembered(combined, pd):
+    pd.chat(ask(30, "64046"))
+    table = pd.deployment.transfers()
+    assert table["equal"].all() and table["buffer"].nunique() == len(pd.deployment.digests(rid=table["rid"].iloc[-1]))
+    with pytest.raises(lab.LabError, match="transfers nothing"):
+        combined.deployment.transfers()
+
+
 def test_transfers_are_counted(pd):
     before = pd.metric("kv_transfer_total_mb")
     pd.chat(ask(30, "13131"))

@@ -16,7 +16,7 @@ from typing import Any
 
 from needlework.lab.types import Buffer, Geometry
 
-KEPT_CAPTURES = 32
+KEPT_CAPTURES = 512
 KEPT_BYTES = 64 << 20
 
 
@@ -113,10 +113,16 @@ class Captures:
             self._kept.popitem(last=False)
         total = 0
         for old in reversed(self._kept.values()):
+            if not old.data:
+                break
             total += sum(map(len, old.data.values()))
             if total > KEPT_BYTES and old is not capture:
                 old.data.clear()
         return capture
+
+    def newest(self) -> list[Capture]:
+        """All that is remembered, oldest first."""
+        return list(self._kept.values())
 
     def find(self, *, rid: str | None = None, key: str | None = None, room: int | None = None) -> Capture | None:
         """The newest capture with this request id, prompt key or bootstrap room."""

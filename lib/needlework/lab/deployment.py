@@ -150,6 +150,34 @@ class Deployment:
             table["equal"] = table["prefill_digest"] == table["decode_digest"]
         return table.rename_axis("buffer").reset_index()
 
+    def transfers(self) -> Any:
+        """Every transfer that both servers of a pair remember (the last 512), as a DataFrame with a row for each
+        buffer.
+
+        Columns: rid (decode's), prompt_tokens, buffer, group, layout, pages, and `equal`: decode held, before its first
+        step, what prefill had written. Raises LabError in combined mode, where nothing is transferred.
+        """
+        import pandas as pd
+
+        if self.mode != "pd":
+            raise LabError("a combined deployment transfers nothing; start one with mode='pd'")
+        sent = {entry["bootstrap_room"]: entry["buffers"] for entry in self.request("prefill", "GET", "/lab/captures")}
+        rows = []
+        for entry in self.request("decode", "GET", "/lab/captures"):
+            for name, here in entry["buffers"].items():
+                there = sent.get(entry["bootstrap_room"], {}).get(name)
+                if there is not None:
+                    facts = {
+                        "buffer": name,
+                        "group": here["group"],
+                        "layout": here["layout"],
+                        "pages": len(here["pages"]),
+                    }
+                    same = here["digest"] == there["digest"]
+                    rows.append({"rid": entry["rid"], "prompt_tokens": entry["prompt_tokens"], **facts, "equal": same})
+        columns = ["rid", "prompt_tokens", "buffer", "group", "layout", "pages", "equal"]
+        return pd.DataFrame(rows, columns=columns)
+
     def _captures(self, request: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Summaries by role of one request; the servers of a pair share its room, not its id."""
         if self.mode == "combined":

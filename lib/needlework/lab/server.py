@@ -197,6 +197,12 @@ class Front:
         capture = await self._capture(Fields(await read_object(http)))
         return Json(capture.summary(self.engine.pools()))
 
+    async def captures(self, http: HttpRequest) -> Response:
+        """Digests of every request that is remembered, oldest first."""
+        kept = await self._call(self.worker.captures.newest)
+        buffers = self.engine.pools()
+        return Json(await asyncio.to_thread(lambda: [capture.summary(buffers) for capture in kept]))
+
     async def pages(self, http: HttpRequest) -> Response:
         """The bytes of one buffer of a remembered request; the header of the dump is in `x-needlework-pages`."""
         fields = Fields(await read_object(http))
@@ -229,6 +235,7 @@ def build(worker: Worker, facts: dict[str, Any]) -> Starlette:
         ("/metrics", ["GET"], front.metrics),
         ("/flush_cache", ["GET", "POST"], front.flush_cache),
         ("/abort_request", ["POST"], front.abort_request),
+        ("/lab/captures", ["GET"], front.captures),
         ("/lab/digests", ["POST"], front.digests),
         ("/lab/pages", ["POST"], front.pages),
         ("/lab/faults", ["GET"], front.faults),

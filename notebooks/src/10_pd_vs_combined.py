@@ -1,0 +1,255 @@
+# %% [markdown]
+# # Compare the split with one server
+#
+# Same prompts, prefill/decode split against one server: does the split lose context, and which part of it?
+#
+# **You will do**: ask two arms identical prompts in turn, cold and warm; sort the misses by transfer chunk; compare every
+# buffer across the transfer, then the pages of one request byte by byte.
+#
+# **You will learn**: how few prompts decide whether the split matters, why "warm" must be proved, and what a buffer that
+# was left behind looks like from the outside and from the inside.
+#
+# **You need**: nothing for the default target. From the outside the notebook needs two endpoints of the same model; the
+# view from the inside needs a deployment that can digest its buffers, as the deployment in a box can.
+
+# %% [markdown]
+# ## Start
+
+# %%
+import contextlib
+import tempfile
+
+from needlework import analysis, pages, probes, workbook
+
+start = workbook.start("Compare the split with one server")
+
+# %% tags=["parameters"]
+incident = "context-loss"  # a folder under data/incidents
+target = "lab"  # lab, lab:combined,pd:healthy, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
+lengths = (1024, 3584, 4608, 6144)  # prompt tokens
+depths = (0.1, 0.6, 0.75, 0.9)  # where the needle lies
+aa_pairs = 4
+seed = 0
+
+# %% [markdown]
+# `lab` starts what the incident describes. To see what this notebook says about a healthy pair, set the target to
+# `lab:combined,pd:healthy`.
+
+# %%
+bundle = workbook.incident(incident)
+session = contextlib.ExitStack()
+opened = session.enter_context(workbook.open_target(target, incident=bundle))
+opened
+
+# %%
+one, split = list(opened.arms)
+assert one != split, "a comparison needs two arms"
+
+# %% [markdown]
+# ## Guess first
+#
+# Three stories fit a deployment that reads short prompts well and forgets long ones:
+#
+# 1. the model or its kernels lose the needle: then **both** arms miss, on the same prompts;
+# 2. the split loses it: then only the split arm misses, and where it misses follows the way the cache travels;
+# 3. neither, and the measurement is at fault: then the first arm disagrees **with itself**.
+#
+# Write down which one you expect, and how many of the prompts the split arm will miss.
+
+# %% [markdown]
+# ## Ask both arms the same
+#
+# First the same prompts twice to the first arm (A/A): what differs there is noise. Then every prompt to both arms in
+# ABBA order, each once cold and at once again. Cold and warm are not assumed: a trial is *cold* when the answer reports
+# no cached token, and *warm* when it reports some.
+
+# %%
+comparison = probes.compare_arms(
+    opened.arms, lengths=lengths, depths=depths, repeats=1, aa_pairs=aa_pairs, cache=("cold", "warm"), seed=seed
+)
+comparison
+
+# %%
+trials = comparison.trials.query("probe == 'arms'")
+proof = trials.groupby(["arm", "cache"])["cached_tokens"].agg(["count", "min", "max"]).reset_index()
+workbook.tables.table(proof, "Cached tokens as reported, by arm and cache state")
+
+# %% [markdown]
+# The table is the proof: no cold trial reports a cached token, no warm trial reports none. A flush that answers "OK" would
+# have been no proof.
+
+# %%
+cold, warm = (proof[proof["cache"] == state] for state in ("cold", "warm"))
+assert (cold["max"] == 0).all() and (warm["min"] > 0).all(), "cold or warm is not what it says"
+
+# %%
+paired = analysis.compare(trials, "arm", one, split)
+paired
+
+# %% [markdown]
+# Only the pairs that differ carry evidence. Under "the arms are alike" each of them is a fair coin; the exact test and
+# the e-value (20 or more is decisive, whenever one looks) say how far from a fair coin they are.
+
+# %%
+marks = trials.assign(hit=trials["outcome"].eq("exact").astype(float))
+keys = ["target_tokens", "depth", "cache"]
+side = {arm: marks[marks["arm"] == arm].set_index(keys)["hit"] for arm in (one, split)}
+both = side[one].index.intersection(side[split].index)
+first, second = side[one].loc[both], side[split].loc[both]
+counts = [int(((first == a) & (second == b)).sum()) for a, b in ((1, 1), (1, 0), (0, 1), (0, 0))]
+fig = workbook.figures.paired_table(*counts, first=one, second=split, title=f"{len(both)} identical prompts")
+workbook.figures.show(
+    fig,
+    alt=f"Two-by-two table of {len(both)} identical prompts: {counts[0]} right in both arms, {counts[1]} only in the "
+    f"{one} arm, {counts[2]} only in the {split} arm, {counts[3]} in neither.",
+)
+
+# %%
+noise, measured = comparison.details["aa"]
+assert measured == aa_pairs and sum(counts) == len(both)
+assert counts[1] + counts[2] == sum(comparison.details["discordant"])
+
+# %% [markdown]
+# ## Where does the split arm miss?
+#
+# If the split loses something, the loss should follow the transfer: prefill sends what it has computed chunk by chunk.
+# The next picture has one cell for every cold prompt; the guess is that misses begin at a chunk edge, not at a depth.
+
+# %%
+grid = marks[(marks["arm"] == split) & (marks["cache"] == "cold")]
+picture = grid.pivot_table(index="depth", columns="target_tokens", values="hit")
+fig = workbook.figures.heat_map(picture, value="found", limits=(0, 1), fmt="{:.0f}", title=f"{split} arm, cold")
+workbook.figures.show(
+    fig,
+    alt=f"Needle depth against prompt length for the {split} arm, cold prompts: "
+    f"{int(picture.to_numpy().sum())} of {picture.size} cells are found (1), the others are misses (0).",
+)
+
+# %%
+inside = split in list(opened.deployments) and hasattr(opened.deployments[split], "transfers")
+chunk = opened.deployments[split].server_info()["prefill"]["chunked_prefill_size"] if inside else 2048
+by_chunk = (
+    grid.assign(chunk=(grid["needle_token"] // chunk).astype(int))
+    .groupby("chunk")["hit"]
+    .agg(found="sum", prompts="count")
+    .reset_index()
+)
+workbook.tables.table(by_chunk, f"Cold prompts of the {split} arm by the chunk of {chunk} tokens that holds the needle")
+
+# %% [markdown]
+# Compare the first row with the others. Needles of the first chunk are found at every length, however long the prompt
+# is; a model that is bad at long prompts would not know where a chunk ends.
+#
+# Now look back at warm and cold. A warm prompt has its whole prefix in prefill's cache, and the transfer sends that in
+# one piece: its **first** chunk. So a fault of later chunks heals when the same prompt is sent again. An instrument that
+# repeats its prompts, or a user who asks again, will not see it.
+
+# %%
+state = marks[marks["arm"] == split].groupby("cache")["hit"].agg(found="sum", prompts="count").reset_index()
+workbook.tables.table(state, f"The {split} arm by cache state")
+
+# %%
+lost_in_first = int((by_chunk["prompts"] - by_chunk["found"])[by_chunk["chunk"] == 0].sum())
+lost_warm = int((state["prompts"] - state["found"])[state["cache"] == "warm"].sum())
+assert lost_in_first == 0 and lost_warm == 0, "misses do not follow the chunks of the transfer"
+
+# %% [markdown]
+# ## From the inside: did every buffer arrive?
+#
+# So far only HTTP was used. This deployment can also digest what a request's pages hold: on the prefill side when all its
+# forward passes are over, on the decode side before its first step. Equal content has equal digests, in whatever physical
+# pages it lies. Guess which buffers differ: the entries that attention reads, the index keys that choose among them, the
+# window, or the compressor's state?
+
+# %%
+moved = opened.deployments[split].transfers() if inside else None
+if inside:
+    kind = moved["buffer"].str.rsplit(".", n=1).str[0].rename("kind")
+    arrived = moved.groupby([kind, "layout"])["equal"].agg(arrived="sum", transfers="count").reset_index()
+    shown = workbook.tables.table(arrived, "Buffers by kind: transfers after which both sides held the same bytes")
+shown if inside else "this target does not show its buffers"
+
+# %%
+left_behind = sorted(set(kind[~moved["equal"]])) if inside else []
+print("Buffers that did not arrive whole:", ", ".join(left_behind) or ("none" if inside else "not known"))
+
+# %% [markdown]
+# ## Which entries did a reader lose?
+#
+# A digest says *that* bytes differ. The pages say *which*: both sides' pages of one request (the last one whose buffers
+# differ, else the last one) are dumped, read as page dumps, and compared entry by entry.
+
+# %%
+findings = None
+if inside:
+    unequal = moved[~moved["equal"]]
+    rid = (unequal if len(unequal) else moved)["rid"].iloc[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        paths = opened.deployments[split].dump_pages(folder, rid=rid)
+        dumps = [dump for path in paths for dump in pages.read(path) if dump.layout is not None]
+    sent, received = ([d for d in dumps if d.role == role] for role in ("prefill", "decode"))
+    findings = pages.compare_dumps(sent, received)
+    print(f"{len(sent)} dumps a side, {len(findings)} findings")
+
+# %%
+if inside:
+    pieces = findings.groupby(["pool", "layer", "name"])
+    losses = pieces.agg(
+        findings=("page", "count"), token_first=("token_first", "min"), token_last=("token_last", "max")
+    )
+    shown = workbook.tables.table(losses.reset_index(), "What a reader of the received pages loses")
+shown if inside else "this target does not show its pages"
+
+# %% [markdown]
+# The view from the inside must agree with the view from the outside, in both directions: a fault that changes answers
+# must be seen in the pages, and pages that differ must be seen in the answers. Where the two disagree, one instrument is
+# wrong, and no verdict is due.
+
+# %%
+split_loses = comparison.verdict == "finding"
+if inside:
+    assert split_loses == bool(left_behind) == bool(len(findings)), "inside and outside disagree"
+    assert not len(findings) or (findings["token_first"] >= chunk).all(), "the first chunk was lost, too"
+
+# %% [markdown]
+# <details><summary>Aside: doing this on a cluster</summary>
+#
+# Two endpoints are enough for the first half: stop nothing, start one combined server of the same version, flags and
+# weights beside the pair, and give both addresses as `a=http://…,b=http://…`. For the second half save the pages as
+# `needlework.pages` describes (`pages.io` says where each engine keeps them), prefill after its last chunk and decode
+# before its first step. SGLang's own checksum compares the same buffers, where its version offers one.
+#
+# </details>
+
+# %% [markdown]
+# ## What we found
+
+# %%
+if split_loses:
+    where = f" Of all buffers {', '.join(left_behind)} did not arrive." if left_behind else ""
+    verdict = f"The split loses context: {counts[1]} of {len(both)} identical prompts are right only in {one}.{where}"
+elif comparison.verdict == "healthy":
+    whole = " Every buffer arrived whole." if inside and not left_behind else ""
+    verdict = f"Healthy: both arms answer all {len(both)} identical prompts alike.{whole}"
+else:
+    verdict = f"Not proven: {comparison}"
+print(verdict)
+
+# %%
+session.close()
+assert verdict.startswith(("The split loses context", "Healthy", "Not proven"))
+
+# %% [markdown]
+# The sentence above is computed from this run. What it exonerates when the split is at fault: the model, its kernels and
+# the prompt template, because the same bytes were answered by one server; and the sampling, because the first arm agrees
+# with itself.
+#
+# ## What would change our mind
+#
+# * A/A pairs that differ: then the arms' difference must be larger than that noise before it means anything.
+# * Misses in the first chunk, or on warm prompts: then the fault is not in what later chunks leave behind.
+# * Buffers that arrive whole while answers differ: then look at what reads them (kernels, page table, budget).
+#
+# ## Next
+#
+# [11_verdict](11_verdict.ipynb): which hypotheses are left, and what is the next decisive test?
