@@ -1,4 +1,4 @@
-"""Dumps on disk: every form round-trips, hostile files cost one sentence and no memory; the command prints the tables."""
+"""Dumps on disk: every form round-trips, hostile files cost one sentence and no memory; the command's tables."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pickle
 import tracemalloc
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,9 +22,8 @@ LAYOUT = LAYOUTS["dsa-index-fp8"]
 def dump() -> Dump:
     torch.manual_seed(0)
     raw = LAYOUT.encode({"values": torch.randn(3, 64, 128)})
-    return Dump(
-        raw, LAYOUT.name, 64, (4, 9, 2), "c4-index", 2, "r1", "prefill", 190, 4, tuple(page_digests(raw, LAYOUT))
-    )
+    dump = Dump(raw, LAYOUT.name, 64, (4, 9, 2), "c4-index", 2, "r1", "prefill", entries=190, tokens_per_entry=4)
+    return replace(dump, page_digests=tuple(page_digests(raw, LAYOUT, 64, dump.live)))
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a", "a.safetensors"])
