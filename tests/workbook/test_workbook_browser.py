@@ -211,9 +211,10 @@ def test_jupyterlab_runs_a_notebook_and_its_slider_moves_the_plot(chromium, lab:
     page.goto(f"{lab}/lab/tree/50_slide.ipynb", timeout=60_000)
     page.wait_for_selector(".jp-Notebook", timeout=60_000)
     page.wait_for_function("window.jupyterapp && window.jupyterapp.serviceManager.isReady", timeout=60_000)
-    page.wait_for_selector(".jp-NotebookPanel-toolbar [data-status=idle]", timeout=60_000)
+    kernel = "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel"
+    page.wait_for_function(f"{kernel}?.connectionStatus === 'connected'", timeout=60_000)
     page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    page.wait_for_selector(".widget-html-content img", timeout=60_000)
+    page.wait_for_selector(".widget-html-content img", timeout=120_000)
     assert page.locator(".nw-still").count() == 0, "the live form is shown, not the still"
     before = page.get_attribute(".widget-html-content img", "src")
     handle = page.locator(".noUi-handle").first

@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
+from needlework import analysis
 from needlework.workbook import explorers, figures
 
 
@@ -101,3 +102,12 @@ def test_recall_explorer_has_a_frame_per_value_and_alt_from_the_numbers() -> Non
     assert "pd: recall 1.00 at 512 tokens, 0.00 at 4,096, below one half from 4,096 tokens" in alt
     with pytest.raises(ValueError, match="no trial has a value in the column 'depth'"):
         explorers.recall_explorer(pd.DataFrame(rows).assign(depth=None))
+
+
+def test_ledger_explorer_lists_what_speaks_for_and_against() -> None:
+    ledger = analysis.Ledger("one", verdict="F14 <b>").suspect("F14", "side buffer", 0.1).suspect("F05", "budget", 0.1)
+    ledger = ledger.record("pair", "digests", "7 of 7 differ", supports=["F14"], exonerates=["F05"], strength="strong")
+    explorer = explorers.ledger_explorer(ledger)
+    assert explorer.choices == ["all", "F14", "F05"]
+    assert "for" in explorer.frame("F14") and "against" in explorer.frame("F05") and "7 of 7" in explorer.frame("F05")
+    assert "F14 &lt;b&gt;" in explorer.still()

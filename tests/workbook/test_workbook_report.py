@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
+from needlework import analysis
 from needlework.workbook import cli, figures, render, report, runner, verdict, writer
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]8;;http://evil.example\x07"
@@ -171,11 +173,16 @@ def test_two_stills_of_one_explorer_do_not_share_ids() -> None:
 
 def test_summary_comes_from_the_last_verdict_or_from_the_ledger(small: Path) -> None:
     bundle = small / "data/incidents/context-loss/ledger.json"
-    bundle.write_text('{"summary": {"symptom": "from the ledger", "verdict": "N1", "evidence": "one line"}}')
+    ledger = analysis.Ledger("context-loss", symptom="from the ledger").suspect("F14", "side buffer", 0.1)
+    ledger = ledger.record("pair", "digests", "weak one", supports=["F14"], strength="weak")
+    ledger = ledger.record("pair", "recall", "0 of 24", supports=["F14"], strength="strong")
+    dataclasses.replace(ledger, verdict="F14 it is", confidence="strong", next_steps=("patch",)).save(bundle)
     nb = writer.read_twin(small / "notebooks/src/00_words.py")
     (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
     path = report.build(runner.Plan(small))
-    assert "from the ledger" in path.read_text() and "not recorded" in path.read_text()
+    text = path.read_text()
+    assert "from the ledger" in text and "F14 it is" in text and "patch" in text
+    assert text.index("recall (pair): 0 of 24") < text.index("digests (pair): weak one")
     end = writer.read_twin(small / "notebooks/src/01_end.py")
     bundle_of = verdict.summary(
         symptom="seen", verdict="F14 is guilty", evidence=["24/24"], confidence="high", next_step="n"

@@ -209,6 +209,21 @@ def _incident_frame(name: str) -> Any:
     return tables.table(pd.DataFrame(rows, columns=["part", "what the bundle holds"]), f"Incident {name}")
 
 
+def ledger_explorer(ledger: Any) -> Picker:
+    """Choose a hypothesis of an `analysis.Ledger`; each frame lists the tests that bear on it, for and against."""
+    overview = ledger.table()[["code", "title", "status", "strength", "runs"]]
+    frames: dict[str, Any] = {"all": tables.table(overview, "Hypotheses")}
+    for row in ledger.hypotheses:
+        tests = [
+            (e.run, e.test, e.result, "against" if row.code in e.exonerates else "for", e.strength)
+            for e in ledger.entries
+            if row.code in (*e.supports, *e.exonerates)
+        ]
+        found = pd.DataFrame(tests, columns=["run", "test", "result", "speaks", "strength"])
+        frames[row.code] = tables.table(found, f"{row.code} {row.title}: {row.status} ({row.strength})")
+    return Picker("hypothesis", frames, note=ledger.verdict)
+
+
 def recall_explorer(trials: pd.DataFrame, by: str = "depth", **options: Any) -> Slider:
     """Recall against length, one frame for all trials and one per value of the column `by`."""
     values = sorted(trials[by].dropna().unique())

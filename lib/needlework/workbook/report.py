@@ -86,8 +86,7 @@ def _summary(
                 value = out.get("data", {}).get(verdict.MIME)
                 if value is not None:
                     return verdict.from_mapping(json.loads(value) if isinstance(value, str) else value)
-    ledger = bundle.load_ledger() if bundle else {}
-    return verdict.from_mapping(ledger.get("summary", ledger))
+    return verdict.from_ledger(bundle.load_ledger()) if bundle else None
 
 
 # ---- the page ----

@@ -61,3 +61,23 @@ def from_mapping(values: Mapping[str, Any]) -> Summary | None:
     lines = (evidence,) if isinstance(evidence, str) else tuple(plain(e, 400) for e in evidence)
     symptom, verdict, _, confidence, next_step = (str(values.get(f) or "not recorded") for f in FIELDS)
     return Summary(symptom, verdict, lines, confidence, next_step)
+
+
+def from_ledger(values: Mapping[str, Any]) -> Summary | None:
+    """A Summary from ledger.json (see `analysis.Ledger`): its tests and their results are the evidence, strongest first.
+
+    Returns None when the ledger has no verdict yet.
+    """
+    if not isinstance(values, Mapping):
+        return None
+    entries = [e for e in values.get("entries") or () if isinstance(e, Mapping) and e.get("test") != "diagnosis"]
+    order = ("strong", "moderate", "weak")
+    entries.sort(key=lambda e: order.index(e["strength"]) if e.get("strength") in order else len(order))
+    steps = values.get("next_steps") or ("none is left to run",)
+    return from_mapping(
+        {
+            **values,
+            "evidence": [f"{e.get('test', 'test')} ({e.get('run', 'run')}): {e.get('result', '')}" for e in entries],
+            "next_step": steps[0] if isinstance(steps, (list, tuple)) else steps,
+        }
+    )
