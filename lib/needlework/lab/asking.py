@@ -103,12 +103,13 @@ class Asking:
 
     def _continuation(self, window: np.ndarray, features: Features) -> Ask:
         """Text without roles: go on with the value that the last sentence has begun, if it has."""
-        table, size = features.values, len(window)
-        value, offset = -1, 0
-        extended = self.local.features(np.append(window, ord("0")))  # would a next token belong to a value?
+        size = len(window)
+        extended = self.local.features(np.append(window, ord("-")))  # would a next token belong to a value?
         value, offset = int(extended.value_of[size]), int(extended.offset[size])
         if value < 0:
             return Ask()
+        if offset == 0 and self.local.word[window[-1]]:
+            return Ask(forced=ord(" "))  # "… is" goes on with a space
         table = extended.values
         units = features.units
         words = np.flatnonzero((units.start >= table.topic_from[value]) & (units.end <= table.marker[value]))

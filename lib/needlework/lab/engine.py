@@ -43,8 +43,10 @@ class Running(Sequence):
 class Engine:
     """A continuous-batching engine over paged pools. `role` is "combined", "prefill" or "decode".
 
-    options: `prefix_cache` (default True; False in decode unless asked for), `chunk_tokens`, `max_batch`, `page_seed` (order of
-    physical pages, default: seed), `geometry_overrides` (fields of Geometry). Raises ValueError for anything unknown.
+    options: `prefix_cache` (default True; False in decode unless asked for), `chunk_tokens`, `max_batch`, `page_seed`
+    (order of physical pages, default: seed), `threads` of torch in this process (1: its tensors are small, and threads that
+    wait for one another on a busy machine made a step ten times slower), and any field of Geometry. Raises ValueError for
+    anything unknown.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         chunk_tokens: int | None = None,
         max_batch: int = 32,
         page_seed: int | None = None,
+        threads: int = 1,
         **overrides: Any,
     ) -> None:
         if isinstance(geometry, str):
@@ -75,6 +78,7 @@ class Engine:
         g = self.geometry
         if g.chunk_tokens < 1 or max_batch < 1:
             raise ValueError("chunk_tokens and max_batch must be at least 1")
+        torch.set_num_threads(threads)
         self.role, self.seed, self.max_batch = role, seed, max_batch
         self.hooks = Hooks()
         self.model = Model(seed=seed, layers=g.layers)
@@ -132,7 +136,8 @@ class Engine:
             raise ValueError("max_tokens must be at least 1")
         identity = self.hooks.apply("cache_identity", f"{request.cache_salt}\x00{request.extra_key}", request=request)
         seq = Running(request, tokens, prompt_tokens=len(tokens), identity=identity)
-        seq.output = Output(request, self.tokenizer, len(tokens), limit)
+        budget = self.hooks.apply("budget", min(request.sampling.max_tokens, limit - len(tokens)), request=request)
+        seq.output = Output(request, self.tokenizer, len(tokens), budget)
         return seq
 
     def _known(self, rid: str) -> None:
@@ -384,7 +389,7 @@ class Engine:
 
     def _hand_over(self, seq: Running, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> None:
         room = None if seq.request.bootstrap is None else seq.request.bootstrap.get("room")
-        handoff = Handoff(token, logprob, top, len(seq.request.tokens), seq.cached, room)
+        handoff = Handoff(token, logprob, top, seq.prompt_tokens, seq.cached, room)
         self.running.remove(seq)
         self.held[seq.rid] = seq
         self._announce(seq, seq.prompt_tokens, handoff)

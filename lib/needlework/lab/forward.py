@@ -49,7 +49,7 @@ class Forward:
     # ---- writing ------------------------------------------------------------------------------------------------------
     def extend(self, seq: Sequence, end: int) -> None:
         """Put tokens [seq.computed, end) of a sequence into its pages; their pages must be in its tables."""
-        start, g, model = seq.computed, self.geometry, self.model
+        start, model = seq.computed, self.model
         place = {"seq": seq, "start": start, "end": end}
         ids = torch.tensor(seq.tokens[start:end], dtype=torch.int64)
         positions = torch.arange(start, end)
@@ -122,18 +122,18 @@ class Forward:
     # ---- reading ------------------------------------------------------------------------------------------------------
     def logits(self, seqs: list[Sequence]) -> list[Tensor]:
         """Next-token logits [V] of each sequence, all of whose tokens are in the cache."""
-        asks, features, queries = [], [], []
+        asks, queries = [], []
         for seq in seqs:
             window = self.window_tokens(seq, max(0, seq.computed - self.geometry.local_window), seq.computed)
             ask, known = self.asking.next(window)
             asks.append(ask)
-            features.append(known)
-            queries.append(self.asking.queries(ask, known, seq.computed - 1))
+            queries.append(None if ask.forced is not None else self.asking.queries(ask, known, seq.computed - 1))
         reads: list[list[Tensor]] = [[] for _ in seqs]
-        for layer in range(self.model.layers):
-            out = self._attend(layer, seqs, [query[layer] for query in queries])
-            for row, read in zip(reads, out, strict=True):
-                row.append(read)
+        open_rows = [row for row, query in enumerate(queries) if query is not None]  # a fixed word reads nothing
+        for layer in range(self.model.layers if open_rows else 0):
+            parts = [query[layer] for query in queries if query is not None]
+            for row, read in zip(open_rows, self._attend(layer, [seqs[row] for row in open_rows], parts), strict=True):
+                reads[row].append(read)
         return [self.asking.logits(ask, read) for ask, read in zip(asks, reads, strict=True)]
 
     def _attend(self, layer: int, seqs: list[Sequence], queries: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:

@@ -21,43 +21,17 @@ VALUE_TOKENS = 63  # a value's last offset
 TOPIC_TOKENS = 56  # a topic's words stand at most so far before the marker
 OPENING = 3  # spaces and opening quotes between marker and value, at most
 
-_MARKERS = [
-    "is",
-    "are",
-    "was",
-    "were",
-    "equals",
-    "reads",
-    ":",
-    "=",
-    "->",
-    "=>",
-    "→",
-    "：",
-    "是",
-    "为",
-    "為",
-    "は",
-    "คือ",
-    "है",
-    "هو",
-    "هي",
-    "это",
-    "равен",
-    "ist",
-    "est",
-    "es",
-    "és",
-    "è",
-    "é",
-    "är",
-    "jest",
-    "είναι",
-    "—",
-    "–",
-]
-_BOUNDARIES = ["。", "！", "？", "؟", "।", "…"]
-_QUESTIONS = ("?", "？", "؟")
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_MARKERS = _words("""
+is are was were equals reads : = -> => → ： 是 为 為 は คือ है هو هي это равен ist est es és è é är jest είναι — –
+""")
+_BOUNDARIES = _words("""
+。 ！ ？ ؟ । …
+""")
 _CLOSING = [
     "，",
     "；",
@@ -80,228 +54,27 @@ _CLOSING = [
     "\r",
     "*",
 ]
+_ASKING = _words(
+    "what which who whom whose when where why how 什么 什麼 何 ما क्या какой какая что qué cuál was quel quelle"
+)
 _OPENING = [" ", '"', "“", "「", "‘", "'", "`", "*", "**", "(", "\t"]
 STOP_WORDS = frozenset(
-    [
-        "a",
-        "an",
-        "the",
-        "of",
-        "for",
-        "to",
-        "in",
-        "on",
-        "at",
-        "by",
-        "and",
-        "or",
-        "but",
-        "nor",
-        "so",
-        "as",
-        "if",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "am",
-        "it",
-        "its",
-        "this",
-        "that",
-        "these",
-        "those",
-        "there",
-        "here",
-        "i",
-        "me",
-        "my",
-        "mine",
-        "we",
-        "us",
-        "our",
-        "you",
-        "your",
-        "yours",
-        "he",
-        "him",
-        "his",
-        "she",
-        "her",
-        "they",
-        "them",
-        "their",
-        "what",
-        "which",
-        "who",
-        "whom",
-        "whose",
-        "when",
-        "where",
-        "why",
-        "how",
-        "do",
-        "does",
-        "did",
-        "done",
-        "can",
-        "could",
-        "will",
-        "would",
-        "shall",
-        "should",
-        "may",
-        "might",
-        "must",
-        "have",
-        "has",
-        "had",
-        "having",
-        "please",
-        "answer",
-        "answers",
-        "reply",
-        "replies",
-        "respond",
-        "response",
-        "tell",
-        "tells",
-        "told",
-        "give",
-        "gives",
-        "given",
-        "say",
-        "says",
-        "said",
-        "repeat",
-        "state",
-        "remember",
-        "recall",
-        "know",
-        "known",
-        "value",
-        "values",
-        "only",
-        "just",
-        "exactly",
-        "nothing",
-        "else",
-        "with",
-        "without",
-        "from",
-        "then",
-        "than",
-        "not",
-        "no",
-        "yes",
-        "ok",
-        "okay",
-        "out",
-        "about",
-        "into",
-        "again",
-        "earlier",
-        "before",
-        "now",
-        "also",
-        "s",
-        "t",
-        "d",
-        "ll",
-        "re",
-        "ve",
-        "m",
-        "question",
-        "let",
-        "lets",
-        "get",
-        "got",
-        "el",
-        "la",
-        "los",
-        "las",
-        "un",
-        "una",
-        "de",
-        "del",
-        "y",
-        "que",
-        "qué",
-        "cuál",
-        "cual",
-        "le",
-        "les",
-        "des",
-        "du",
-        "et",
-        "quel",
-        "quelle",
-        "der",
-        "die",
-        "das",
-        "den",
-        "dem",
-        "ein",
-        "eine",
-        "und",
-        "von",
-        "für",
-        "was",
-        "welcher",
-        "welches",
-        "het",
-        "een",
-        "il",
-        "lo",
-        "gli",
-        "di",
-        "o",
-        "per",
-        "e",
-        "om",
-        "och",
-        "en",
-        "的",
-        "什么",
-        "什麼",
-        "何",
-        "の",
-        "ما",
-        "क्या",
-        "какой",
-        "какая",
-        "что",
-        "для",
-        "은",
-        "는",
-    ]
+    _words("""
+a an the of for to in on at by and or but nor so as if is are was were be been am it its this that these those there
+here i me my mine we us our you your yours he him his she her they them their what which who whom whose when where
+why how do does did done can could will would shall should may might must have has had having please answer answers
+reply replies respond response tell tells told give gives given say says said repeat state remember recall know
+known value values only just exactly nothing else with without from then than not no yes ok okay out about into
+again earlier before now also s t d ll re ve m question let lets get got el la los las un una de del y que qué cuál
+cual le les des du et quel quelle der die das den dem ein eine und von für was welcher welches het een il lo gli di
+o per e om och en 的 什么 什麼 何 の ما क्या какой какая что для 은 는
+""")
 )
 GENERAL_WORDS = frozenset(
-    [
-        "secret",
-        "code",
-        "codes",
-        "password",
-        "passphrase",
-        "passcode",
-        "pin",
-        "number",
-        "id",
-        "identifier",
-        "key",
-        "token",
-        "name",
-        "entry",
-        "record",
-        "phrase",
-        "word",
-        "current",
-        "new",
-        "old",
-        "final",
-    ]
+    _words("""
+secret code codes password passphrase passcode pin number id identifier key token name entry record phrase word
+current new old final
+""")
 )
 WEIGHTS = {"stop": 0.0, "general": 0.5, "content": 1.0}
 
@@ -317,6 +90,11 @@ def mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def _folded(pair: bytes) -> tuple[int, int]:
+    small = pair.decode().lower().encode()
+    return (small[0], small[1]) if len(small) == 2 else (pair[0], pair[1])
 
 
 @dataclass(frozen=True)
@@ -387,6 +165,7 @@ class Local:
         self.question = flags(["？", "؟"], "?") | flags(["?"])
         self.closing = flags([*_CLOSING, *_BOUNDARIES], ".,;!?'") | self.special
         self.opening = flags(_OPENING)
+        self.asking = flags(_ASKING)  # "the code is what?" states nothing
         self.spaced = np.array([b[:1].isspace() for b in plain])
         self.bare = np.arange(size)
         by_bytes = {b: i for i, b in reversed(list(enumerate(plain))) if b}
@@ -402,6 +181,8 @@ class Local:
         self.ascii = np.array([bool(c) and c[0] < 0x80 for c in core])
         self.length = np.array([len(c) for c in core], dtype=np.int64)
         self.code = np.array([self._hash(c) if w else 0 for c, w in zip(core, self.word, strict=True)], dtype=np.uint64)
+        # capital and small letters of two bytes (Cyrillic, Greek, accents) are one: pairs of bytes, folded
+        self._fold = np.array([[_folded(bytes((a, b))) for b in range(0x80, 0xC0)] for a in range(0xC3, 0xD6)])
         self._classes = tuple(
             (np.sort(mix(np.array([self._hash(word.encode()) for word in words], np.uint64))), WEIGHTS[name])
             for name, words in (("stop", STOP_WORDS), ("general", GENERAL_WORDS))
@@ -415,6 +196,16 @@ class Local:
             code, by = self._letters[byte], place & 63
             out ^= (code << by | code >> (64 - by)) & (2**64 - 1)
         return out
+
+    def _small(self, ids: np.ndarray) -> np.ndarray:
+        """Token ids with the bytes of two-byte capitals replaced by those of their small letters."""
+        pair = np.flatnonzero((ids[:-1] >= 0xC3) & (ids[:-1] < 0xD6) & (ids[1:] >= 0x80) & (ids[1:] < 0xC0))
+        if not len(pair):
+            return ids
+        small = ids.copy()
+        folded = self._fold[ids[pair] - 0xC3, ids[pair + 1] - 0x80]
+        small[pair], small[pair + 1] = folded[:, 0], folded[:, 1]
+        return small
 
     def units(self, ids: np.ndarray) -> Unit:
         """The words of a run of tokens, in order. A word that the run cuts at its start is another word."""
@@ -438,7 +229,7 @@ class Local:
         length = np.where(word, self.length[ids], 0)
         passed = np.cumsum(length) - length
         place = passed[inside] - passed[start][number[inside]]
-        turned = _rotl(self.code[ids[inside]], place.astype(np.uint64))
+        turned = _rotl(self.code[self._small(ids)[inside]], place.astype(np.uint64))
         first = np.searchsorted(inside, start)
         raw = np.bitwise_xor.reduceat(turned, first)
         end = np.append(inside[first[1:] - 1], inside[-1]) + 1
@@ -468,7 +259,8 @@ class Local:
         glued = (first == markers + 1) & self.word[ids[markers]]  # "is" + "land"
         glued &= (first < size) & np.append(self.word[ids] & ~self.spaced[ids], False)[first]
         glued &= ~np.append(self.sign[ids], False)[first] & ~self.sign[ids[markers]]
-        good = (first < size) & (first - markers <= 1 + OPENING) & ~np.append(closing, True)[first] & ~glued
+        good = (first < size) & (first - markers <= 1 + OPENING) & ~glued
+        good &= ~np.append(closing | self.asking[ids], True)[first]
         markers, first = markers[good], first[good]
         request = np.flatnonzero((ids == self.user) & (np.concatenate(([-1], ids[:-1])) != self.eos))
         request = request[request + 1 < size]

@@ -68,6 +68,7 @@ class Model:
         self.tokenizer = Tokenizer()
         self.local = Local(self.tokenizer)
         self.layers, self.seed = layers, seed
+        self.reach = 0  # tokens after which a match has faded; 0: none fades
         size = self.tokenizer.vocabulary
         ids = mix(np.arange(size, dtype=np.uint64) + np.uint64(seed << 20))
         self.codes = [torch.from_numpy(signs(ids, 100 + layer, CODE)) * CODE**0.5 for layer in range(layers)]
@@ -118,7 +119,7 @@ class Model:
             features.ends[first:] & (value >= 0), self.eos, np.where(offset == 0, self.local.bare[ids], ids)
         )
         source = np.where((offset == 0) & (value < 0), ids, source)
-        digits = torch.from_numpy(np.stack((place >> 14, (place >> 7) & 127, place & 127), 1).astype(np.float32))
+        digits = place_digits(torch.from_numpy(place))
         # text that belongs to no value has index keys too: codes of pairs of tokens, one for each group
         pair = mix(
             ids.astype(np.uint64) * np.uint64(65599) + np.concatenate(([0], features.ids))[first:-1].astype(np.uint64)
@@ -135,7 +136,7 @@ class Model:
             window, state = torch.zeros(count, ENTRY), torch.zeros(count, KEY + CODE)
             index = torch.zeros(count, INDEX)
             window[:, KEY : KEY + CODE], state[:, KEY:] = code, code
-            window[:, NOPE : NOPE + 3] = digits
+            window[:, NOPE : NOPE + 4] = digits
             plain = np.flatnonzero((slot == 0) & (value < 0))
             index[plain, :INDEX_CODE] = torch.from_numpy(signs(pair[plain], 50 + layer, INDEX_CODE))
             if len(inside):
@@ -159,7 +160,7 @@ class Model:
         entry = torch.zeros(groups, ENTRY)
         entry[:, :KEY] = four[..., :KEY].sum(1)
         entry[:, KEY:NOPE] = four[..., KEY:].reshape(groups, -1)
-        entry[:, NOPE : NOPE + 3] = torch.stack((place >> 14, (place >> 7) & 127, place & 127), 1).float()
+        entry[:, NOPE : NOPE + 4] = place_digits(place)
         key = index[: groups * SLOTS].reshape(groups, SLOTS, -1).sum(1)
         key[:, INDEX_CODE:] = PRESENCE
         return entry, key
@@ -176,13 +177,18 @@ class Model:
             np.zeros(HEADS, np.float32),
         )
         turns = offset - np.arange(SLOTS)
+        slope, level = RECENCY / (position + 1), 0.0
+        if self.reach:  # a full match at this distance is just worth the sink
+            slope = (1 - SINK) / self.reach
+            level = RECENCY / 2 - slope * (position + 1)
         bags = zip(bag_of(2 * layer, KEY), bag_of(2 * layer + 1, INDEX_CODE), strict=True)
         for half, (wide, narrow) in enumerate(bags):
             heads = slice(half * SLOTS, (half + 1) * SLOTS)
             if wide is None or narrow is None:
                 continue
             q[heads, :KEY] = turn(np.repeat((wide / np.linalg.norm(wide) ** 1.5)[None], SLOTS, 0), turns)
-            q[heads, NOPE : NOPE + 3] = np.array([16384, 128, 1]) * (RECENCY / (position + 1))
+            q[heads, NOPE : NOPE + 4] = np.array([16384, 128, 1, 0]) * slope
+            q[heads, NOPE + 3] = level
             index[heads, :INDEX_CODE] = turn(np.repeat((narrow / np.linalg.norm(narrow))[None], SLOTS, 0), turns)
             index[heads, INDEX_CODE:] = PRESENCE_QUERY
             weights[heads] = 1.0
@@ -207,6 +213,11 @@ class Model:
                 read += out[half * SLOTS + k, KEY + k * CODE : KEY + (k + 1) * CODE]
             total += (self.codes[layer] @ read / CODE).clamp(max=1.0)
         return total
+
+
+def place_digits(place: Tensor) -> Tensor:
+    """Positions [N] as numbers that bf16 holds exactly: three digits to the base 128, and a one, float32 [N, 4]."""
+    return torch.stack((place >> 14, (place >> 7) & 127, place & 127, torch.ones_like(place)), 1).float()
 
 
 def turn(vectors: np.ndarray, by: np.ndarray) -> np.ndarray:

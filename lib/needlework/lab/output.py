@@ -17,6 +17,8 @@ def draw(logits: Tensor, request: Request, position: int) -> tuple[int, float, t
     neither the batch nor the chunk size changes the draw.
     """
     sampling = request.sampling
+    if not bool(torch.isfinite(logits).all()):  # nothing can be said: every token is as good, and the first one wins
+        logits = torch.zeros_like(logits)
     logprobs = log_probabilities(logits)
     if sampling.temperature <= 0:
         token = int(torch.argmax(logits))
@@ -42,10 +44,10 @@ def draw(logits: Tensor, request: Request, position: int) -> tuple[int, float, t
 class Output:
     """What one request has said so far, and whether it is finished."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, prompt_tokens: int, max_context: int) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, prompt_tokens: int, limit: int) -> None:
         self.request, self.prompt_tokens = request, prompt_tokens
         self.tokens: list[int] = []
-        self.limit = min(request.sampling.max_tokens, max_context - prompt_tokens)
+        self.limit = limit
         self._stream = Stream(tokenizer)
         self._text, self._sent = "", 0
         self._eos = tokenizer.special["<|eos|>"]

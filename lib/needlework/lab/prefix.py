@@ -39,6 +39,7 @@ class PrefixCache:
     ) -> None:
         self.page_tokens, self.window_pages, self.enabled = page_tokens, window_pages, enabled
         self.full, self.swa = full, swa
+        self.key_bits = 128  # of the hash that names a page
         self.nodes: dict[bytes, Node] = {}
         self._clock = count(1)
         self.on_evict: Callable[[Node], None] | None = None
@@ -49,6 +50,7 @@ class PrefixCache:
         raw, size = np.asarray(tokens, dtype="<u4").tobytes(), 4 * self.page_tokens
         for start in range(0, len(raw) - size + 1, size):
             last = hashlib.sha256(last + raw[start : start + size]).digest()[:16]
+            last = (int.from_bytes(last) >> (128 - self.key_bits)).to_bytes(16)
             out.append(last)
         return out
 

@@ -202,6 +202,7 @@ HOOKS: dict[str, str] = {
     "partials": "(outs, lses) of window and selected entries before they are merged (keywords: layer, seqs)",
     # bookkeeping
     "prompt": "token ids of a request as they reach the model (keywords: request)",
+    "budget": "tokens that the answer may have (keywords: request)",
     "cache_identity": "string that separates tenants in the prefix cache (keywords: request)",
     "prefix_hit": "cached nodes that a request takes over (keywords: seq)",
     "restored": "None, after a request has taken over cached pages (keywords: seq)",

@@ -1,6 +1,17 @@
-"""Planted faults: each acts at the place where a public report found it, and changes bytes, order or bookkeeping only."""
+"""Planted faults: each acts at the place where a public report found it, and changes bytes, order or bookkeeping."""
 
-from . import pair, selection  # each module registers its faults
+from . import lifetime, lookalikes, memory, pair, selection  # each registers its faults
 from .registry import FAULTS, Fault, Planted, install, parse
 
-__all__ = ["FAULTS", "Fault", "Planted", "install", "parse"]
+__all__ = [
+    "FAULTS",
+    "Fault",
+    "Planted",
+    "install",
+    "lifetime",
+    "lookalikes",
+    "memory",
+    "pair",
+    "parse",
+    "selection",
+]

@@ -20,9 +20,9 @@ def side_buffer_not_moved(engine: Any, first_chunks: int) -> None:
     decode side the index rows of later chunks keep what the page held before. While everything fits in the budget of the
     selection nobody looks at them; beyond it only the chunks whose index came along can be selected."""
 
-    def keep(buffers: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:
+    def keep(names: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:
         moved = chunk.index < first_chunks
-        return tuple(name for name in buffers if moved or not name.startswith("c4_index."))
+        return tuple(name for name in names if moved or not name.startswith("c4_index."))
 
     engine.hooks.install("chunk_buffers", keep)
 
@@ -43,3 +43,25 @@ def sent_too_early(engine: Any, every: int) -> None:
         return not last and seq.chunks % every == 0
 
     engine.hooks.install("announce_early", early)
+
+
+@fault(
+    "F16",
+    "a failed transfer is swallowed",
+    ("vllm#52234", "LMCache#4991", "LMCache#3388", "sglang#30233", "vllm-ascend#13934"),
+    strengths={"mild": {"every": 8}, "default": {"every": 3}, "severe": {"every": 1}},
+    roles=("prefill", "decode"),
+    every=3,
+)
+def failure_swallowed(engine: Any, every: int) -> None:
+    """One request in `every` fails to move its pages; the failure is logged and decode goes on with what its pages held. HTTP
+    200, and an answer as if there had been no prompt, or another one."""
+    requests: list[str] = []
+
+    def drop(names: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:
+        if chunk.rid not in requests:
+            requests.append(chunk.rid)
+        return () if requests.index(chunk.rid) % every == every - 1 else names
+
+    engine.hooks.install("chunk_buffers", drop)
+    engine.hooks.install("transfer_failed", lambda error, **_: None)

@@ -1,0 +1,111 @@
+"""The lab's figures: exact recall of a healthy engine, first-token latency against length, decode rate, memory.
+
+python benchmarks/lab.py recall [trials]     # default 432
+python benchmarks/lab.py speed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import sys
+import time
+from collections import Counter
+from random import Random
+
+import pandas as pd
+from needlework.lab.asking import REFUSAL
+from needlework.lab.engine import Engine
+from needlework.lab.types import Event, Request, Sampling
+from needlework.probes import words
+from needlework.probes.prompts import Prompt, PromptSpec, Ratio, build
+
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SHARES = (8, 8, 8, 8, 8, 6, 4, 2, 1)  # long prompts cost more: fewer of them
+KINDS = ("digits5", "uuid", "words2")
+
+
+def prompt_of(engine: Engine, spec: PromptSpec) -> Prompt:
+    """The finished prompt of a specification, counted by the engine's own tokenizer."""
+
+    async def count(messages: list[dict[str, str]]) -> int:
+        return len(engine.tokenizer.chat(messages))
+
+    return asyncio.run(build(spec, count, Ratio(2.6)))
+
+
+def ask(engine: Engine, prompt: Prompt, max_tokens: int = 64) -> tuple[str, list[Event], list[float]]:
+    """(answer, events, seconds from the request to each event)."""
+    tokens = tuple(engine.tokenizer.chat(prompt.messages))
+    engine.add(Request(f"r{time.monotonic_ns()}", tokens, Sampling(max_tokens=max_tokens)))
+    events: list[Event] = []
+    times: list[float] = []
+    start = time.perf_counter()
+    while engine.busy:
+        fresh = engine.step()
+        events += fresh
+        times += [time.perf_counter() - start] * len(fresh)
+    return "".join(event.text for event in events), events, times
+
+
+def recall(trials: int) -> None:
+    """Exact answers and right refusals, by length."""
+    engine = Engine("v4")
+    r = Random(20)
+    rows = []
+    lengths = [length for length, share in zip(LENGTHS, SHARES, strict=True) for _ in range(share)]
+    for trial in range(trials):
+        absent = trial % 6 == 5
+        spec = PromptSpec(
+            lengths[trial % len(lengths)],
+            depth=r.random(),
+            genre=r.choice(list(words.GENRES)),
+            needle=KINDS[trial % 3],
+            seed=trial,
+            distractors=trial % 5 if lengths[trial % len(lengths)] > 256 else 0,
+            control="absent" if absent else "",
+        )
+        prompt = prompt_of(engine, spec)
+        answer, events, _ = ask(engine, prompt)
+        right = answer == (REFUSAL if absent else prompt.expected)
+        kind = "right" if right else "refused" if answer == REFUSAL else "wrong value"
+        rows.append(
+            {
+                "length": spec.target_tokens,
+                "needle": spec.needle,
+                "genre": spec.genre,
+                "absent": absent,
+                "outcome": kind,
+            }
+        )
+        if not right:
+            print(
+                f"trial {trial}: {spec} expected {prompt.expected!r}, answered {answer!r}, {events[-1].finish_reason}"
+            )
+    table = pd.DataFrame(rows)
+    print(table.groupby(["absent", "length"]).outcome.value_counts().unstack(fill_value=0))
+    print(table.groupby(["absent", "needle"]).outcome.value_counts().unstack(fill_value=0))
+    for absent, part in table.groupby("absent"):
+        print("absent key" if absent else "needle there", dict(Counter(part.outcome)), f"of {len(part)}")
+
+
+def speed() -> None:
+    """First token and later tokens, best of three; peak memory of this process."""
+    engine = Engine("v4")
+    print("tokens   first token s   ms a token later")
+    for length in (1000, 5000, 10000, 20000, 40000, 65536):
+        best = (9e9, 9e9)
+        for repeat in range(3 if length < 30000 else 2):
+            prompt = prompt_of(engine, PromptSpec(length, needle="uuid", seed=repeat))
+            _, _, times = ask(engine, prompt)
+            later = (times[-1] - times[0]) / (len(times) - 1) * 1000
+            best = (min(best[0], times[0]), min(best[1], later))
+        print(f"{length:6d}   {best[0]:13.3f}   {best[1]:16.1f}")
+    print(f"peak resident memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["speed"]:
+        speed()
+    else:
+        recall(int(sys.argv[2]) if len(sys.argv) > 2 else 432)

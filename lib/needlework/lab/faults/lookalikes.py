@@ -1,0 +1,90 @@
+"""Not faults of the cache, but easily taken for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .registry import fault
+
+
+@fault(
+    "N1",
+    "the prompt is truncated before the model",
+    ("ollama#3839", "ollama#17427", "colibri#506"),
+    strengths={"mild": {"limit": 8192}, "default": {"limit": 4096}, "severe": {"limit": 1024}},
+    lookalike=True,
+    limit=4096,
+)
+def truncated(engine: Any, limit: int) -> None:
+    """A prompt longer than `limit` tokens is cut to its beginning and its last half window, without a word. The counted
+    prompt tokens tell: they stop growing with what was sent."""
+
+    def cut(tokens: list[int], **_: Any) -> list[int]:
+        return tokens if len(tokens) <= limit else tokens[:2] + tokens[-(limit // 2) :]
+
+    engine.hooks.install("prompt", cut)
+
+
+@fault(
+    "N2",
+    "rounding depends on the batch",
+    ("vllm#39146", "TensorRT-LLM#15503"),
+    strengths={"mild": {"bits": 8}, "default": {"bits": 5}, "severe": {"bits": 3}},
+    lookalike=True,
+    bits=5,
+)
+def batch_numerics(engine: Any, bits: int) -> None:
+    """With more than one request in a pass, partial results are kept with `bits` bits of mantissa before they are merged. Alone
+    every request is bit-identical to its repetition; together they differ at near-ties, never by foreign content."""
+
+    def coarse(
+        parts: tuple[torch.Tensor, torch.Tensor], *, seqs: list[Any], **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outs, lses = parts
+        if len(seqs) < 2:
+            return parts
+        mantissa, exponent = torch.frexp(outs)
+        return torch.ldexp(torch.round(mantissa * 2**bits) / 2**bits, exponent), lses
+
+    engine.hooks.install("partials", coarse)
+
+
+@fault(
+    "N3",
+    "the answer's token budget is cut on the way",
+    ("ninfer#171", "inference-atlas#12", "inference-atlas#27"),
+    strengths={"mild": {"tokens": 16}, "default": {"tokens": 4}, "severe": {"tokens": 1}},
+    lookalike=True,
+    tokens=4,
+)
+def budget_cut(engine: Any, tokens: int) -> None:
+    """Something before the model lowers max_tokens: answers end with finish reason "length", cut or empty, at every length."""
+    engine.hooks.install("budget", lambda budget, **_: min(budget, tokens))
+
+
+@fault(
+    "N4",
+    "the warm run was cold: the prefix cache never hits",
+    ("vllm#51198", "vllm#45238", "vllm#54504", "sglang#28971"),
+    lookalike=True,
+)
+def vacuous_warm(engine: Any) -> None:
+    """The prefix cache is on by its configuration and never hits. Every comparison of cold and warm passes, and shows nothing;
+    only cached_tokens tells."""
+    engine.hooks.install("prefix_hit", lambda chain, **_: [])
+
+
+@fault(
+    "N5",
+    "the checkpoint itself is weak at length",
+    ("llama.cpp#26694",),
+    strengths={"mild": {"reach": 12000}, "default": {"reach": 3000}, "severe": {"reach": 800}},
+    lookalike=True,
+    reach=3000,
+)
+def weak_checkpoint(engine: Any, reach: int) -> None:
+    """The model's own attention fades with distance and loses what stands more than `reach` tokens back. The same with and
+    without a split, cold and warm, on every server, and in the reference."""
+    engine.model.reach = reach
