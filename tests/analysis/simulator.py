@@ -216,7 +216,8 @@ def f13(row, ask, p, rng, values):
 
 
 def f14(row, ask, p, rng, values):
-    if ask["pd"] and ask["length"] > TOPK * RATIO:
+    later = ask["needle"] >= CHUNK and not row["cached_tokens"] if p["way"] else ask["length"] > TOPK * RATIO
+    if ask["pd"] and later:
         _wrong(row, p["kind"], rng, values)
 
 

@@ -335,13 +335,8 @@ def constants_in(interval: Sequence[float], config: Mapping[str, float] | None =
             if window:
                 add(topk * ratio + window, f"top-k x ratio + window = {topk} x {ratio} + {window}")
         add(topk, f"top-k = {topk}")
-    for k in (
-        128,
-        256,
-        512,
-        1024,
-        2048,
-    ):  # a hard-coded or overridden budget shows at another k than the configured one
+    # a hard-coded or overridden budget shows at another k than the configured one
+    for k in sorted({128, 256, 512, 1024, 2048} | {topk // d for d in (2, 4, 8, 16) if topk >= 4 * d}):
         for ratio in ratios or [4]:
             if k != topk:
                 add(k * ratio, f"another top-k x ratio = {k} x {ratio} (usual)")

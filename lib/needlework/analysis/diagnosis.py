@@ -99,8 +99,8 @@ class Diagnosis:
             if ranked.code == "healthy":
                 continue
             lines.append(f"{ranked}")
-            lines += [f"  for: {e.text}" for e in ranked.supporting[:4]]
-            lines += [f"  against: {e.text}" for e in ranked.opposing[:3]]
+            lines += [f"  for: {text}" for text in _texts(ranked.supporting)[:4]]
+            lines += [f"  against: {text}" for text in _texts(ranked.opposing)[:3]]
         if self.missing:
             lines.append("Not measured, so not excluded: " + "; ".join(self.missing[:6]) + ".")
         if self.next_tests:
@@ -115,8 +115,8 @@ class Diagnosis:
                 "code": r.code,
                 "title": r.title,
                 "posterior": r.posterior,
-                "for": "; ".join(e.text for e in r.supporting[:3]),
-                "against": "; ".join(e.text for e in r.opposing[:3]),
+                "for": "; ".join(_texts(r.supporting)[:3]),
+                "against": "; ".join(_texts(r.opposing)[:3]),
             }
             for r in self.ranked
         ]
@@ -180,6 +180,10 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
         int(hit.sum()) if measured else 0,
         tuple(_notes(trials, measured)),
     )
+
+
+def _texts(evidence: tuple[Evidence, ...]) -> list[str]:
+    return list(dict.fromkeys(e.text for e in evidence))
 
 
 def _likelihood(odds: float, presence: float) -> float:

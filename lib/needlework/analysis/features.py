@@ -21,7 +21,7 @@ from needlework.analysis.cliff import constants_in
 from needlework.analysis.comb import comb_test
 from needlework.analysis.drift import drift
 from needlework.analysis.monotone import falling_fit
-from needlework.analysis.paired import compare_pairs, pair_up
+from needlework.analysis.paired import Paired, compare_pairs, pair_up
 
 LAPSE = 0.03  # a healthy deployment may miss this often without a finding
 PD_ARM = re.compile(r"(?i)(?:^|[^a-z])pd(?:$|[^a-z])|disagg|split|prefill.*decode|decode.*cold|p\dd\d")
@@ -377,8 +377,8 @@ def _cache(v: _View) -> list[Feature]:
     compared = compare_pairs(pairs, "cold", "warm")
     if compared.pairs >= 5:
         one = compared.only_first > compared.only_second
-        out.append(Feature("warm_loss", presence_of(compared.p_value) * one, str(compared), compared.pairs))
-        out.append(Feature("cold_loss_only", presence_of(compared.p_value) * (not one), str(compared), compared.pairs))
+        out.append(Feature("warm_loss", _one_sided(compared) * one, str(compared), compared.pairs))
+        out.append(Feature("cold_loss_only", _one_sided(compared) * (not one), str(compared), compared.pairs))
     elif min(v.rate(v.warm & single)[1], v.rate(v.base & ~v.warm)[1]) >= 8:
         out.append(_contrast(v, "warm_loss", v.warm & single, v.base & ~v.warm, "warm", "cold"))
     words = [f"{a} {b} {c}" for a, b, c in zip(v.arm, v.cache, v.label, strict=True)]
@@ -411,7 +411,7 @@ def _arms(v: _View) -> list[Feature]:
             low, high = (v.length[lost].min(), v.length[lost].max()) if lost.any() else (0, 0)
             like = v.base_of_all & ~v.pd_arm & (v.length >= 0.9 * low) & (v.length <= 1.1 * high)
             unpaired = _contrast(v, "pd_loss", v.pd_arm & (v.length >= low), like, "PD", "other arms").presence or 0.0
-            strength = max(presence_of(compared.p_value), min(unpaired, 0.9)) * one
+            strength = max(_one_sided(compared), min(unpaired, 0.9)) * one
             out.append(Feature("pd_loss", strength, str(compared), compared.pairs))
             misses = min(compared.only_second + compared.neither, compared.only_first + compared.neither)
             both = presence_of(max(compared.neither / compared.pairs < 0.06, 1e-4)) * float(misses >= 3)
@@ -756,6 +756,12 @@ def _contrast(v: _View, name: str, one: np.ndarray, two: np.ndarray, first: str,
     p = float(fisher_exact([[a, n - a], [b, m - b]], alternative="greater")[1])
     text = f"{first}: {a} of {n} miss; {second}: {b} of {m} (p = {p:.2g})"
     return Feature(name, presence_of(p), text, n + m)
+
+
+def _one_sided(compared: Paired) -> float:
+    """Presence of a paired difference: by the one-sided exact test, or by an e-value on its way to 100."""
+    by_e = math.log(max(compared.e_value, 1.0)) / math.log(100)
+    return max(presence_of(compared.p_value / 2), min(1.0, by_e))
 
 
 def _ordered_p(y: np.ndarray, stratum: np.ndarray, rounds: int = 400) -> float:
