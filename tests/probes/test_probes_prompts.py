@@ -49,7 +49,7 @@ def test_every_consecutive_length_and_fixed_distances():
 def test_needle_stands_where_it_should_and_its_token_is_counted():
     for depth in (0.0, 0.25, 0.5, 1.0):
         prompt = make(PromptSpec(4000, depth, seed=9))
-        before = prompt.text[: prompt.text.index(prompt.facts[0].sentence)]
+        before = prompt.text[: prompt.text.index(f" {prompt.expected}")]
         assert prompt.needle_token == len(tokens_of(before))
         assert abs(prompt.needle_token / 4000 - depth) < 0.06
 

@@ -32,6 +32,7 @@ def abort(
     stages: Sequence[str] = ("queued", "prefill", "transfer", "decode"),
     rounds: int = 3,
     length: int = 4096,
+    depth: float = 0.3,
     how: str = "disconnect",
     genre: str = "mixed",
     needle: str = "digits5",
@@ -57,7 +58,7 @@ def abort(
             raise ValueError(f"unknown stage {stage!r}; choose from {', '.join(STAGES)}")
     if how not in ("disconnect", "call"):
         raise ValueError("an abort is made by disconnect or by call")
-    base = PromptSpec(length, 0.3, genre, needle, seed)
+    base = PromptSpec(length, depth, genre, needle, seed)
     checks = control_asks("abort", base, arm=arm) if controls else []
     groups = [
         {role: _ask(base, arm, stage, role, i, r, how) for role in ("victim", *ROLES)}

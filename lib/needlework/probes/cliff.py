@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, co
 from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
 from .budget import Limits
 from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .prompts import PromptSpec, digest
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
 
@@ -55,6 +55,8 @@ def find_cliff(
 ) -> CliffResult:
     """Find the length at which a fact at `depth` stops being found, to `tolerance`, then to the token if it is a step.
 
+    from_end  tokens kept between needle and question, instead of a depth; the walk then moves the needle one token at a
+              time, and constants are looked for in the place of its value as well as in the length
     config  constants of the deployment to look for in the interval: topk, ratio, window, page, chunk, context_limit
     batch   lengths in flight at a time; the placement accounts for it
     walk    follow a step to the exact token (only where lengths are counted by the server's tokenizer)
@@ -78,7 +80,12 @@ def find_cliff(
             asks = []
             for n in lengths:  # fresh text each time: the count of earlier asks at this length goes into the seed
                 asked[n] = asked.get(n, 0) + 1
-                spec = with_seed(PromptSpec(n, depth, genre, needle, seed, from_end=from_end), n, asked[n])
+                spec = PromptSpec(n, depth, genre, needle, seed, from_end=from_end)
+                if label == "walk" and from_end is not None:
+                    # one haystack, so that nothing but the needle's place moves; only the first line is new
+                    spec = replace(spec, pad="start", salt=digest([seed, n, asked[n]], 12))
+                else:
+                    spec = with_seed(spec, n, asked[n])
                 asks.append(Ask("cliff", spec, arm=arm, repeat=asked[n], label=label, max_tokens=max_tokens))
             got = bench.ask(asks, concurrency=batch)
             rows.extend(got)
@@ -110,15 +117,19 @@ def find_cliff(
             stopped = str(reason)
         found = search.result()
         edge = walked.edge if walked is not None and walked.state == "edge" else None
+        place = _place(rows, edge) if edge is not None and from_end is not None else None
         interval = (edge, edge + 1) if edge is not None else found.interval
         constants = tuple(constants_in(interval, config)) if found.state == "cliff" else ()
+        if place is not None:  # where the needle stands, to one compressed group
+            near = constants_in((place - 4, place + 4), config)
+            constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
         if judged is not None and not judged.passed:
             sentence, verdict = harness_sentence(judged), "harness"
         else:
-            sentence, verdict = _describe(found, edge, constants, rows)
+            sentence, verdict = _describe(found, edge, place, constants, rows)
         return CliffResult(
             **vars(finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants),
-                          stopped=stopped, details={"walk": walked, "budget": bench.budget})),
+                          stopped=stopped, details={"walk": walked, "place": place, "budget": bench.budget})),
             cliff=found, edge=edge, constants=constants,
         )  # fmt: skip
 
@@ -154,7 +165,15 @@ def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
     return walk
 
 
-def _describe(found: Cliff, edge: int | None, constants: tuple[Constant, ...], rows: list[Row]) -> tuple[str, str]:
+def _place(rows: list[Row], edge: int) -> int | None:
+    """Token of the asked value at the edge: the last place that still hit."""
+    places = [r["needle_token"] for r in rows if r["label"] == "walk" and r["target_tokens"] == edge and hit(r) == 1.0]
+    return int(places[-1]) if places else None
+
+
+def _describe(
+    found: Cliff, edge: int | None, place: int | None, constants: tuple[Constant, ...], rows: list[Row]
+) -> tuple[str, str]:
     if not outcomes(rows)[1]:
         return "Nothing was measured.", "not proven"
     text = str(found)
@@ -164,7 +183,8 @@ def _describe(found: Cliff, edge: int | None, constants: tuple[Constant, ...], r
             return f"{text} But recall is not whole at any length: {share(rows)}.", "finding"
         return f"{text} Trials: {share(rows)}.", "healthy"
     if edge is not None:
-        text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss."
+        text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss"
+        text += f"; the value then stands at token {place:,}." if place is not None else "."
     if constants:
         text += " In the interval: " + "; ".join(f"{c.value:,} ({c.formula})" for c in constants[:3]) + "."
     elif found.state == "cliff":

@@ -101,7 +101,7 @@ class Prompt:
     facts: tuple[Fact, ...]
     counted_tokens: int
     exact: bool
-    needle_token: int | None  # tokens of the message's content before the asked fact; None when there is none
+    needle_token: int | None  # tokens of the message's content before the asked value; None when there is none
     sha256: str
 
     @property
@@ -202,7 +202,7 @@ def lines(genre: str, seed: str, count: int, forbidden: tuple[str, ...] = ()) ->
 
 
 def assemble(spec: PromptSpec, n_lines: int, pad: int) -> tuple[str, str]:
-    """(text of the message, text before the asked fact) with `n_lines` record lines and `pad` padding words."""
+    """(text of the message, text before the asked value) with `n_lines` record lines and `pad` padding words."""
     facts, question, _ = facts_of(spec)
     salt = spec.salt or digest(spec.as_dict(), 12)
     head = [f"Set {salt[:4]} {salt[4:8]} {salt[8:]}.\n", "Read these notes. A question follows at the end.\n"]
@@ -230,7 +230,7 @@ def assemble(spec: PromptSpec, n_lines: int, pad: int) -> tuple[str, str]:
         out += body[done:place]
         done = max(done, place)
         if asked is not None and text == asked.sentence + "\n":
-            cut = "".join(out)
+            cut = "".join(out) + text[: text.index(asked.value)].rstrip()
         out.append(text)
     out += body[done:]
     if spec.pad == "before_question" or (asked is None and spec.pad != "start"):

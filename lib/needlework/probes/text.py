@@ -38,6 +38,7 @@ def coherence(
     *,
     lengths: Sequence[int] = (512, 2048, 8192),
     repeats: int = 3,
+    depth: float = 0.2,
     max_tokens: int = 120,
     genre: str = "mixed",
     needle: str = "digits5",
@@ -53,7 +54,7 @@ def coherence(
     interval. A deployment can be perfectly coherent and remember nothing: only the last columns tell.
     """
     specs = [
-        with_seed(PromptSpec(int(n), 0.2, genre, needle, seed), i, r)
+        with_seed(PromptSpec(int(n), depth, genre, needle, seed), i, r)
         for i, n in enumerate(lengths)
         for r in range(repeats)
     ]
@@ -67,8 +68,8 @@ def coherence(
         try:
             bench.plan([*texts, *facts])
             for text, fact in zip(texts, facts, strict=True):
+                rows += bench.ask([fact])  # first: asked second, its prompt would share a cached prefix
                 written += bench.ask([text], prepare=_free_text)
-                rows += bench.ask([fact])
         except Stopped as reason:
             stopped = str(reason)
         table = _coherence_table(written, rows)

@@ -35,6 +35,7 @@ def turns(
     *,
     shapes: Sequence[str] = SHAPES,
     length: int = 2048,
+    depth: float = 0.3,
     repeats: int = 2,
     genre: str = "mixed",
     needle: str = "digits5",
@@ -47,9 +48,9 @@ def turns(
 ) -> Result:
     """Tell a fact in the first turn and ask for it later, in each shape, continued and re-sent; grades the last answer.
 
-    `length` is the size of the first turn in tokens. Continued means that each turn is sent when the one before was
-    answered, so the server may use its prefix cache; re-sent means the same messages once more under a salt (or, where
-    no salt is honoured, with a new first line). `.table` has one row a shape and mode.
+    `length` is the size of the first turn in tokens and `depth` the fact's place in it. Continued means that each turn
+    is sent when the one before was answered, so the server may use its prefix cache; re-sent means the same messages
+    once more under a salt (or, where no salt is honoured, with a new first line). `.table` has one row a shape and mode.
     """
     for shape in shapes:
         if shape not in SHAPES:
@@ -58,7 +59,7 @@ def turns(
         tuple(
             Ask(
                 "turns",
-                with_seed(PromptSpec(length, 0.3, genre, needle, seed), SHAPES.index(shape), r),
+                with_seed(PromptSpec(length, depth, genre, needle, seed), SHAPES.index(shape), r),
                 arm=arm,
                 repeat=r,
                 cache="warm" if mode == "continue" else "cold",
@@ -76,7 +77,7 @@ def turns(
     )
     stopped, judged = "", None
     with Bench(endpoint, run, probe="turns", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(shapes=list(shapes), length=length, repeats=repeats, seed=seed)
+        bench.note(shapes=list(shapes), length=length, depth=depth, repeats=repeats, seed=seed)
         rows: list[Row] = []
         try:
             flat = [a for pair in pairs for a in pair]
