@@ -19,7 +19,7 @@
 import pandas as pd
 import torch
 from needlework import workbook
-from needlework.kernels import candidates, check, needles, reference
+from needlework.kernels import candidates, check, needles, reference, verdicts
 from needlework.pages import LAYOUTS
 from needlework.workbook import kernel_figures
 
@@ -92,13 +92,6 @@ pd.DataFrame({"position": positions, "keys seen": seen})
 # the cause of anything.** That is why a fault in it looks like a cliff.
 
 # %% [markdown]
-# ## Which kernels are here?
-
-# %%
-rows = [(c.name, "here" if not c.missing else c.missing) for c in candidates.available("indexer_logits")]
-workbook.tables.table(pd.DataFrame(rows, columns=["candidate", "state"]), "Scoring kernels that this notebook can run")
-
-# %% [markdown]
 # ## The check
 #
 # Guess: how many of these cases did the formula test of the incident cover? Each runs twice on poisoned memory, over two backgrounds
@@ -129,9 +122,8 @@ assert (status[status.index.str.contains("2\\^31")] == "ok").all()
 # ### Every other kernel that is here
 
 # %%
-others = [c for c in candidates.available("indexer_logits") if not c.missing and c.name not in ("reference", candidate)]
-verdicts = [(c.name, str(check(c, "indexer_logits", size="small"))) for c in others]
-pd.DataFrame(verdicts or [("none", "no further scoring kernel is installed here")], columns=["candidate", "verdict"])
+others = verdicts("indexer_logits", skip=[candidate])
+workbook.tables.table(others, "Other scoring kernels")
 
 # %% [markdown]
 # ## Does it stay right as the row grows?

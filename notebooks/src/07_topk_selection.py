@@ -18,7 +18,7 @@ import json
 import pandas as pd
 import torch
 from needlework import workbook
-from needlework.kernels import candidates, check, needles, reference
+from needlework.kernels import candidates, check, needles, reference, verdicts
 from needlework.workbook import kernel_figures
 
 start = workbook.start("Settle what the selection keeps")
@@ -72,11 +72,7 @@ assert result.passed, str(result)
 # ### Every other kernel
 
 # %%
-rows = []
-for other in candidates.available("select_topk"):
-    if other.name not in (candidate, "reference"):
-        rows.append((other.name, other.missing or str(check(other, "select_topk", size="small"))))
-workbook.tables.table(pd.DataFrame(rows, columns=["candidate", "verdict"]), "Other selection kernels")
+workbook.tables.table(verdicts("select_topk", skip=[candidate]), "Other selection kernels")
 
 # %% [markdown]
 # ## A kernel that is broken on purpose

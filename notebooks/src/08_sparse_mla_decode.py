@@ -16,7 +16,7 @@
 import pandas as pd
 import torch
 from needlework import workbook
-from needlework.kernels import candidates, check, needles, reference
+from needlework.kernels import candidates, check, needles, reference, verdicts
 from needlework.kernels.cases import DecodeCase
 from needlework.pages import LAYOUTS
 from needlework.workbook import kernel_figures
@@ -100,11 +100,7 @@ assert set(result.table["status"]) <= {"ok", "refused"}
 few = [DecodeCase("random", 1, heads=4, keys=64, batch=1), DecodeCase("holes", 2, heads=4, keys=64, batch=2, holes=0.4),
        DecodeCase("sink", 3, heads=4, keys=64, batch=1, sink="random"),
        DecodeCase("two caches", 4, heads=4, keys=64, batch=1, extra_keys=64, sink="random")]  # fmt: skip
-rows = []
-for other in candidates.available("sparse_mla_decode"):
-    if other.name not in (candidate, "reference"):
-        rows.append((other.name, other.missing or str(check(other, "sparse_mla_decode", few))))
-workbook.tables.table(pd.DataFrame(rows, columns=["candidate", "verdict"]), "Other decode kernels")
+workbook.tables.table(verdicts("sparse_mla_decode", few, skip=[candidate]), "Other decode kernels")
 
 # %% [markdown]
 # ## Split and merge

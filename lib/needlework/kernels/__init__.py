@@ -6,9 +6,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["Case", "CheckResult", "candidates", "check", "reference", "suite", "twins"]
+__all__ = ["Case", "CheckResult", "candidates", "check", "reference", "suite", "twins", "verdicts"]
 
-_WHERE = {"Case": "cases", "CheckResult": "check", "check": "check", "suite": "suites"}
+_WHERE = {"Case": "cases", "CheckResult": "check", "check": "check", "suite": "suites", "verdicts": "check"}
 _MODULES = {"candidates", "reference", "twins"}
 
 
