@@ -7,10 +7,11 @@ import itertools
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 from needlework import analysis
-from needlework.workbook import cli, figures, render, report, runner, verdict, writer
+from needlework.workbook import cli, figures, render, report, runner, tables, verdict, writer
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]8;;http://evil.example\x07"
 ALT = "A line that rises from one to three over three points."
@@ -169,6 +170,14 @@ def test_two_stills_of_one_explorer_do_not_share_ids() -> None:
     assert report.problems(text) == []
     groups = {i["name"] for i in BeautifulSoup(text, "html.parser").find_all("input")}
     assert len(groups) == 3
+
+
+def test_the_same_table_in_two_notebooks_does_not_share_ids() -> None:
+    frame = pd.DataFrame({"a": [1.0, 2.0]})
+    table = {"text/html": tables.to_html(tables.table(frame, "Same", order=["a"]))}
+    other = {"text/html": tables.to_html(tables.table(frame + 1, "Same", order=["a"]))}
+    text = page(notebook(code(table, other)), notebook(code(table)))
+    assert report.problems(text) == [] and text.count("Same</caption>") == 3
 
 
 def test_summary_comes_from_the_last_verdict_or_from_the_ledger(small: Path) -> None:

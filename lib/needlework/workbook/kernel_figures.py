@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from needlework.workbook import figures
 from needlework.workbook.incidents import root
@@ -25,6 +26,7 @@ def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", ti
     axes.annotate("limit", (table["keys"].min(), limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
     figures._log_tokens(axes)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}"))
     axes.set(xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(title, 90))
     axes.legend()
     return fig
@@ -83,6 +85,9 @@ def rank_shift(table: pd.DataFrame, *, by: str, exact: str, mark: int | None = N
         axes.axhline(mark, color="#555555", ls=":", lw=1)
         axes.annotate(f"k = {mark}", (1, mark), xytext=(2, 3), textcoords="offset points", fontsize=8)
     axes.set(xscale="log", yscale="log", xlabel="rank in exact arithmetic", ylabel="rank in the coarser format")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize=8)
     return fig
 

@@ -101,6 +101,7 @@ def output(out: NotebookNode, prefix: str, what: str) -> str:
     value = value if mime.startswith("image/") else tables.strip_ansi(value)
     if mime == "text/html":
         value = re.sub(rf"\b{MARK}([0-9a-f]{{8}})", rf"{MARK}{prefix}-\1", value)
+        value = re.sub(r"\bT_([0-9a-f]{8})", rf"T_{prefix}-\1", value)  # two notebooks may show the same table
         wide = f' tabindex="0" role="region" aria-label="{html.escape(what)}"' if "<table" in value else ""
         return f'<div class="out wide"{wide}>{value}</div>'
     if mime == "text/markdown":

@@ -38,8 +38,8 @@ class Start:
         parts = " · ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{parts} · seed {self.seed}"
 
-    def _repr_html_(self) -> str:
-        return f"<p><small>{html.escape(str(self))}</small></p>"
+    def _ipython_display_(self) -> None:
+        """Nothing: `start` has printed the line, also where its call ends a cell."""
 
 
 def start(title: str, *, seed: int = 0) -> Start:

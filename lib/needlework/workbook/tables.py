@@ -84,7 +84,7 @@ def table(
         data = data.reset_index(drop=not index)
     data.columns = pd.Index(_unique(plain(c, 80) for c in data.columns))
     note = f" (first {max_rows:,} of {total:,} rows)" if total > max_rows else ""
-    uuid = hashlib.sha256(f"{caption}|{'|'.join(map(str, data.columns))}".encode()).hexdigest()[:8]
+    uuid = hashlib.sha256(f"{caption}|{data.to_csv()}".encode()).hexdigest()[:8]
     styler = Styler(data, uuid=uuid, cell_ids=False).set_caption(escape(caption + note, 300))
     styler = styler.format(_shown(digits), subset=list(data.columns))
     for column, wanted in (formats or {}).items():

@@ -64,7 +64,7 @@ def from_mapping(values: Mapping[str, Any]) -> Summary | None:
 
 
 def from_ledger(values: Mapping[str, Any]) -> Summary | None:
-    """A Summary from ledger.json (see `analysis.Ledger`): its tests and their results are the evidence, strongest first.
+    """A Summary from ledger.json (`analysis.Ledger`): its tests and their results are the evidence, strongest first.
 
     Returns None when the ledger has no verdict yet.
     """
