@@ -13,6 +13,7 @@ from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device,
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
+from triton.tools.tensor_descriptor import TensorDescriptor  # isort: skip
 
 DIM = 128
 
@@ -68,7 +69,7 @@ def store_index_keys(pool: Tensor, slots: Tensor, keys: Tensor, page_tokens: int
 
 
 @triton.jit(do_not_specialize=["steps"])
-def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, width, page_stride, table_stride, steps,
+def _logits_kernel(pool, q, weights, table, lengths, out, rows_per_request, width, page_stride, table_stride, steps,
                    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
                    BLOCK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program scores `steps` blocks of BLOCK keys for one query row. ROWS = HEADS padded to a size the matrix unit
@@ -109,6 +110,43 @@ def _logits_kernel(q, weights, pool, table, lengths, out, rows_per_request, widt
         tl.store(out_row + column, tl.where(live, logit, float("-inf")), mask=column < width)
     for start in tl.range(first + tl.cdiv(stop - first, BLOCK) * BLOCK, last, BLOCK):
         tl.store(out_row + start + block, tl.full((BLOCK,), float("-inf"), tl.float32), mask=start + block < width)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def _logits_by_page_kernel(codes, scales, q, weights, table, lengths, out, rows_per_request, width, table_stride, steps,
+                           HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+                           STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """As `_logits_kernel`, one page a step, moved by the copy engine: codes fp8 [pages * (P + P / 32), 128] and scales
+    float32 [pages * (P + P / 32) / 2, 64] describe the same pool, where a page is P rows of codes, then its scales. A
+    hole is a row outside the pool, which reads as zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * steps
+    last = tl.minimum(first + steps, width // PAGE)
+    ids = table + (row // rows_per_request) * table_stride
+    out_row = out + row * width
+    block = tl.arange(0, PAGE)
+    dim = tl.arange(0, DIM)
+    head = tl.arange(0, ROWS)
+    page = tl.load(ids + first)
+    query = tl.load(q + row * HEADS * DIM + head[None, :] * DIM + dim[:, None], mask=head[None, :] < HEADS, other=0)
+    query = query.to(tl.float8e4nv, bitcast=True)
+    weight = tl.load(weights + row * HEADS + head, mask=head < HEADS, other=0.0)
+    length = tl.load(lengths + row)
+    stop = tl.maximum(tl.minimum(last, tl.cdiv(length, PAGE)), first)
+    for at in tl.range(first, stop, num_stages=STAGES):
+        key = codes.load([page * (PAGE + PAGE // 32), 0])
+        scale = tl.reshape(scales.load([page * ((PAGE + PAGE // 32) // 2) + PAGE // 2, 0]), (PAGE,))
+        column = at * PAGE + block
+        live = (column < length) & (page >= 0)
+        page = tl.load(ids + at + 1, mask=at + 1 < last, other=-1)
+        dots = tl.maximum(tl.dot(key, query), 0.0, propagate_nan=tl.PropagateNan.ALL)
+        logit = tl.sum(dots * weight[None, :], axis=1) * scale
+        tl.store(out_row + column, tl.where(live, logit, float("-inf")))
+    for at in tl.range(stop, last):
+        tl.store(out_row + at * PAGE + block, tl.full((PAGE,), float("-inf"), tl.float32))
 
 
 def indexer_logits(
@@ -153,19 +191,31 @@ def indexer_logits(
     if not rows:
         return out
     chosen = dict(config or logits_config(rows, width, multiprocessors(q.device)))
-    steps = chosen.pop("STEPS")
+    steps, block = chosen.pop("STEPS"), chosen.pop("BLOCK")
     table = page_table if page_table.stride(1) == 1 else page_table.contiguous()
-    _logits_kernel[(triton.cdiv(width, chosen["BLOCK"] * steps), rows)](
-        q.contiguous(), weights.contiguous(), pool, table, lengths.contiguous(), out, rows // batch, width,
-        pool.stride(0), table.stride(0), steps,
-        HEADS=heads, ROWS=max(16, triton.next_power_of_2(heads)), DIM=DIM, PAGE=page_tokens, **LAUNCH, **chosen,
-    )  # fmt: skip
+    inputs = (q.contiguous(), weights.contiguous(), table, lengths.contiguous(), out, rows // batch, width)
+    sizes = {"HEADS": heads, "ROWS": max(16, triton.next_power_of_2(heads)), "DIM": DIM, "PAGE": page_tokens}
+    grid = (triton.cdiv(width, block * steps), rows)
+    if block == page_tokens == 64 and q.dtype == torch.uint8 and pool.is_contiguous() and pool.data_ptr() % 16 == 0:
+        codes = pool.view(torch.float8_e4m3fn).view(-1, DIM)
+        _logits_by_page_kernel[grid](
+            TensorDescriptor.from_tensor(codes, [page_tokens, DIM]),
+            TensorDescriptor.from_tensor(pool.view(torch.float32).view(-1, page_tokens), [1, page_tokens]),
+            *inputs, table.stride(0), steps, **sizes, **LAUNCH, **chosen,
+        )  # fmt: skip
+    else:
+        _logits_kernel[grid](
+            pool, *inputs, pool.stride(0), table.stride(0), steps, BLOCK=block, **sizes, **LAUNCH, **chosen
+        )
     return out
 
 
 def logits_config(rows: int, width: int, processors: int) -> dict[str, int]:
-    """Block sizes for a launch of `rows` x `width`."""
+    """Block sizes for a launch of `rows` x `width`: page by page where the copy engine can, and as many programs as the
+    device holds at once (eight on each multiprocessor), so that all of them start together and none waits."""
     if INTERPRETED:
         return {"BLOCK": 256, "STEPS": 64, "STAGES": 1}
-    steps = max(1, min(8, rows * width // (128 * processors * 8)))
-    return {"BLOCK": 128, "STEPS": steps, "STAGES": 3, "num_warps": 4}
+    if not LAUNCH["PDL"]:  # no copy engine either
+        return {"BLOCK": 128, "STEPS": 8, "STAGES": 3, "num_warps": 4}
+    programs = max(1, 8 * processors // rows)
+    return {"BLOCK": 64, "STEPS": max(1, triton.cdiv(width // 64, programs)), "STAGES": 2, "num_warps": 4}

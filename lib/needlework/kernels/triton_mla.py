@@ -11,7 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, check_pool, multiprocessors
+from needlework.kernels.triton_runtime import (
+    INTERPRETED,
+    LAUNCH,
+    check_device,
+    check_pool,
+    multiprocessors,
+    shared_bytes,
+)
 from needlework.pages import LAYOUTS
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
@@ -285,19 +292,19 @@ def _plan(
             f"{layout} needs q [B, H, {width}] and indices [B, K], got {tuple(q.shape)} and {tuple(indices.shape)}"
         )
     check_pool(pool, LAYOUTS[layout].page_bytes(page_tokens), 16)
-    return dict(config or decode_config(q.shape[0] * triton.cdiv(q.shape[1], 64), indices.shape[1], layout,
-                                        multiprocessors(q.device)))  # fmt: skip
+    return dict(config or decode_config(q.shape[0] * triton.cdiv(q.shape[1], 64), indices.shape[1], q.device))
 
 
-def decode_config(programs: int, entries: int, layout: str, processors: int) -> dict[str, int]:
-    """Block and split counts for `programs` (rows x head blocks) over `entries` indices each."""
+def decode_config(programs: int, entries: int, device: torch.device) -> dict[str, int]:
+    """Block and split counts for `programs` (rows x blocks of 64 heads) over `entries` indices each."""
     if INTERPRETED:
         return {"BLOCK": 128, "SPLITS": 1 if entries <= 128 else 2, "HALVES": 1, "STAGES": 1}
-    blocks = max(1, triton.cdiv(entries, 64))
-    return {
-        "BLOCK": 64,
-        "SPLITS": max(1, min(blocks, processors // programs)),
-        "HALVES": 1,
-        "STAGES": 1,
-        "num_warps": 8,
-    }
+    processors = multiprocessors(device)
+    if shared_bytes(device) < 200_000:  # not the data-centre parts the sizes below were measured on
+        splits = max(1, min(triton.cdiv(entries, 64), processors // programs))
+        return {"BLOCK": 16, "SPLITS": splits, "HALVES": 2, "STAGES": 1, "num_warps": 4}
+    if programs * 8 <= processors:  # few rows: one block of entries a program
+        splits = max(1, min(triton.cdiv(entries, 64), processors // (2 * programs)))
+        return {"BLOCK": 64, "SPLITS": splits, "HALVES": 2, "STAGES": 2, "num_warps": 4}
+    splits = max(1, min(triton.cdiv(entries, 128), processors // programs))
+    return {"BLOCK": 128, "SPLITS": splits, "HALVES": 1, "STAGES": 1, "num_warps": 8}

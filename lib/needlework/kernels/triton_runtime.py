@@ -72,3 +72,9 @@ def check_pool(pool: Tensor, page_bytes: int, multiple: int) -> None:
 def multiprocessors(device: torch.device) -> int:
     """Streaming multiprocessors of a CUDA device; 1 in the interpreter, which runs one program at a time."""
     return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may take on a CUDA device."""
+    return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]

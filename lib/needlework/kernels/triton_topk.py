@@ -3,8 +3,8 @@
 A row is cut into chunks that fit in registers, and each chunk hands on at most `room` >= k candidates that surely hold
 its k best; when one chunk is left, the k best of its candidates are the result. A lower bound for the k-th score comes
 from the largest scores of `room` groups of the chunk: at least k scores reach the k-th largest of those. It leaves few
-candidates on ordinary rows; where it leaves too many (ties, crowded bins) a bisection over all keys of the chunk goes
-on to the exact k-th score. Nothing is approximated, and two runs give the same bits. Every launch depends on shapes
+candidates on ordinary rows; where it leaves too many (ties, crowded bins) a search over all keys of the chunk goes on
+to the exact k-th score. Nothing is approximated, and two runs give the same bits. Every launch depends on shapes
 alone, so a CUDA graph replays with changed lengths.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, multiprocessors
+from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
@@ -23,15 +23,18 @@ MAX_CHUNK = 16384  # counts of a chunk must fit in 15 bits, twice, in one int32 
 
 
 @triton.jit
-def _bisect(keys, low, high, reached, k, enough):
+def _narrow(keys, low, high, reached, k, enough):
     """Raise `low` (which `reached` >= k keys reach) towards the k-th largest key, which is at most `high`, until at
-    most `enough` keys reach it or it is that key. -> low, reached"""
+    most `enough` keys reach it or it is that key: in thirds, since one sum counts for two thresholds. -> low, reached
+    """
     while (low < high) & (reached > enough):
-        mid = low + (high - low) // 2 + 1
-        above = tl.sum((keys >= mid).to(tl.int32))
-        high = tl.where(above >= k, high, mid - 1)
-        low = tl.where(above >= k, mid, low)
-        reached = tl.where(above >= k, above, reached)
+        third = (high - low) // 3
+        lower, upper = low + third + 1, high - third
+        both = tl.sum((keys >= lower).to(tl.int32) | ((keys >= upper).to(tl.int32) << 16))
+        lower_reached, upper_reached = both & 0xFFFF, both >> 16
+        high = tl.where(upper_reached >= k, high, tl.where(lower_reached >= k, upper - 1, lower - 1))
+        low = tl.where(upper_reached >= k, upper, tl.where(lower_reached >= k, lower, low))
+        reached = tl.where(upper_reached >= k, upper_reached, tl.where(lower_reached >= k, lower_reached, reached))
     return low, reached
 
 
@@ -54,7 +57,12 @@ def _select_kernel(scores, lengths, from_keys, from_positions, to_keys, to_posit
     chunk = tl.program_id(1)
     length = tl.load(lengths + row)
     rank = tl.arange(0, ROOM)
-    place = chunk * (DEPTH * ROOM) + tl.arange(0, DEPTH)[None, :] * ROOM + rank[:, None]
+    start = chunk * (DEPTH * ROOM)
+    place = start + tl.arange(0, DEPTH)[None, :] * ROOM + rank[:, None]
+    if not LISTED:
+        # a row of one chunk is read whole, past its length too (and not used there), before the length is known
+        end = width if LAST else length
+        score = tl.load(scores + row * score_stride + place * column_stride, mask=place < end, other=0.0)
     # a row of at most k keys is 0, 1, ... in order, whatever its scores
     if LAST and length <= k:
         picked = tl.where(rank < length, rank, -1)
@@ -67,26 +75,25 @@ def _select_kernel(scores, lengths, from_keys, from_positions, to_keys, to_posit
                 tl.uint32, bitcast=True
             )
             position = tl.load(from_positions + row * width + place * unit, mask=place < width, other=0)
+            reached = tl.sum((key > 0).to(tl.int32))
         else:
-            inside = place < length
             position = place
-            score = tl.load(scores + row * score_stride + place * column_stride, mask=inside, other=0.0)
             bits = score.to(tl.int32, bitcast=True)
             # an unsigned key that orders like the score; NaN is the largest, as in torch.topk; 0 marks "not a key"
             bits = tl.where(bits < 0, ~bits, bits | -2147483648)
-            key = tl.where(inside, tl.where(score != score, -1, bits), 0).to(tl.uint32, bitcast=True)
+            reached = tl.maximum(tl.minimum(length - start, DEPTH * ROOM), 0)
+            key = tl.where(place < length, tl.where(score != score, -1, bits), 0).to(tl.uint32, bitcast=True)
         best = tl.max(key, axis=1)
         high = tl.max(best, axis=0)
         low = tl.full((), 1, tl.uint32)
-        reached = tl.sum((key >= low).to(tl.int32))
         if reached > ROOM:
             # the groups are strided, so that a run of large scores spreads over many of them
-            filled = tl.sum((best >= low).to(tl.int32))
+            filled = tl.sum((best > 0).to(tl.int32)) if LISTED else tl.minimum(reached, ROOM)
             if filled >= k:
                 least = tl.min(tl.where(best == 0, high, best), axis=0)
-                low, filled = _bisect(best, least, high, filled, k, k + k // 8)
+                low, filled = _narrow(best, least, high, filled, k, k + k // 8)
                 reached = tl.sum((key >= low).to(tl.int32))
-            low, reached = _bisect(key, low, high, reached, k, ROOM)
+            low, reached = _narrow(key, low, high, reached, k, ROOM)
         # the keys above the bound, then as many of those at it as there is room for
         over = (key > low).to(tl.int32)
         both = over | ((key == low).to(tl.int32) << 16)
@@ -104,7 +111,7 @@ def _select_kernel(scores, lengths, from_keys, from_positions, to_keys, to_posit
             some = rank < reached
             key = tl.load(to_keys + mine + rank * unit, mask=some, other=0).to(tl.uint32, bitcast=True)
             position = tl.load(to_positions + mine + rank * unit, mask=some, other=0)
-            low, reached = _bisect(key, low, high, tl.minimum(reached, ROOM), k, k)
+            low, reached = _narrow(key, low, high, tl.minimum(reached, ROOM), k, k)
             over = (key > low).to(tl.int32)
             both = tl.cumsum(over | ((key == low).to(tl.int32) << 16), axis=0)
             slot = tl.where(over != 0, (both & 0xFFFF) - 1, tl.sum(over, axis=0) + (both >> 16) - 1)
@@ -135,7 +142,7 @@ def select_topk(
     """The k best of the first lengths[b] logits of each row, as positions, or as slots where a page table is given.
 
     logits float32 [B, L]; lengths int32 [B]; page_table int32 [B, max_pages] -> int32 [B, k], unsorted, -1 padded; a
-    row with at most k keys gives 0, 1, ... length-1 in order. Columns at or past the length are never read. `config`
+    row with at most k keys gives 0, 1, ... length-1 in order. Columns at or past the length are never used. `config`
     overrides the tuned CHUNK and num_warps. Raises ValueError for k over 2,048, shapes or devices that do not fit.
     """
     if logits.ndim != 2 or lengths.shape != logits.shape[:1]:
@@ -154,7 +161,7 @@ def select_topk(
     room = max(16, 2 * triton.next_power_of_2(k))
     keys = positions = lengths  # stand in for the candidates, which the first round does not read
     while rows:
-        chosen = dict(config or topk_config(rows, width, room, multiprocessors(logits.device)))
+        chosen = dict(config or topk_config(rows))
         depth = max(2, min(chosen.pop("CHUNK"), triton.next_power_of_2(width)) // room)
         chunks = triton.cdiv(width, depth * room) or 1
         last = chunks == 1
@@ -170,8 +177,8 @@ def select_topk(
     return out
 
 
-def topk_config(rows: int, width: int, room: int, processors: int) -> dict[str, int]:
-    """Chunk and warps for one round over `rows` x `width`."""
+def topk_config(rows: int) -> dict[str, int]:
+    """Chunk and warps: with few rows, smaller chunks bring more multiprocessors to work."""
     if INTERPRETED:
         return {"CHUNK": MAX_CHUNK}
-    return {"CHUNK": MAX_CHUNK, "num_warps": 32}
+    return {"CHUNK": 8192, "num_warps": 8} if rows <= 8 else {"CHUNK": MAX_CHUNK, "num_warps": 16}

@@ -1,0 +1,84 @@
+"""Runs check() on every candidate that is present, one process a pair, and writes what each found as JSON.
+
+python tools/record_kernel_checks.py --out FILE [--limit SECONDS] [--sizes small full]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import time
+from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
+from pathlib import Path
+from typing import Any
+
+COLUMNS = ("status", "case", "norm_error", "element_error", "detail")
+
+
+def run(pair: tuple[str, str], size: str) -> dict[str, Any]:
+    """One candidate at one operation: the verdict, its table and what was covered."""
+    from needlework.kernels import check
+
+    start = time.monotonic()
+    result = check(*pair, size=size)
+    rows = []
+    for row in result.table.to_dict("records"):
+        kept = {name: row[name] for name in COLUMNS}
+        rows.append({k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in kept.items()})
+    coverage = result.coverage.to_dict("records") if len(result.coverage) else []
+    return {
+        "candidate": pair[0], "operation": pair[1], "size": size, "passed": result.passed, "says": str(result),
+        "seconds": round(time.monotonic() - start, 1), "cases": rows,
+        "covered": [str(row["topic"]) for row in coverage if row["covered"]],
+        "not_covered": [str(row["topic"]) for row in coverage if not row["covered"]],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit", type=float, default=300, help="seconds; pairs still running then are not recorded")
+    parser.add_argument("--sizes", nargs="+", choices=("small", "full"), default=["small", "full"], help="in order")
+    parser.add_argument("--workers", type=int, default=8)
+    options = parser.parse_args()
+    import torch
+    from needlework.kernels.public import PUBLIC
+
+    pairs = [("triton", name) for name in ("store_index_keys", "indexer_logits", "select_topk", "sparse_mla_decode",
+                                           "merge_partials")]  # fmt: skip
+    pairs += [(name, public.operation) for name, public in PUBLIC.items() if not public.missing()]
+    absent = [f"{name}: {public.missing()}" for name, public in PUBLIC.items() if public.missing()]
+    results, late = [], []
+    pool = ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn"))
+    jobs = {pool.submit(run, pair, size): (*pair, size) for size in options.sizes for pair in pairs}
+    try:
+        for job in as_completed(jobs, timeout=options.limit):
+            try:
+                results.append(job.result())
+                last = results[-1]
+                print(f"{last['seconds']:6.1f} s  {last['size']:<5}  {last['says']}", flush=True)
+            except Exception as problem:  # a process that died: recorded, and the others go on
+                candidate, operation, size = jobs[job]
+                says = f"{type(problem).__name__}: {str(problem)[:200]}"
+                results.append({"candidate": candidate, "operation": operation, "size": size, "says": says})
+                print(results[-1], flush=True)
+    except TimeoutError:
+        late = [" ".join(jobs[job]) for job in jobs if not job.done()]
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    record = {
+        "card": card, "torch": torch.__version__, "command": "python tools/record_kernel_checks.py --out FILE",
+        "results": sorted(results, key=lambda r: (r["operation"], r["candidate"])), "not_finished": late,
+        "absent": absent,
+    }  # fmt: skip
+    options.out.write_text(json.dumps(record, indent=1) + "\n")
+    print("not finished:", late or "none", "absent:", absent or "none", flush=True)
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    os._exit(0)  # the executor would wait for what was killed
+
+
+if __name__ == "__main__":
+    main()
