@@ -216,8 +216,8 @@ if inside:
 #
 # Two endpoints are enough for the first half: stop nothing, start one combined server of the same version, flags and
 # weights beside the pair, and give both addresses as `a=http://…,b=http://…`. For the second half save the pages as
-# `needlework.pages` describes (`pages.io` says where each engine keeps them), prefill after its last chunk and decode
-# before its first step. SGLang's own checksum compares the same buffers, where its version offers one.
+# `needlework.pages` describes (the text of its reader says where each engine keeps them), prefill after its last chunk
+# and decode before its first step. SGLang's own checksum compares the same buffers, where its version offers one.
 #
 # </details>
 

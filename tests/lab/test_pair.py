@@ -124,8 +124,11 @@ def test_a_half_without_the_other_gives_up_in_time():
         halves.stop()
 
 
-def test_requests_wait_for_pages_and_then_run():
-    halves = Halves(decode_pages=20)  # 200 tokens take 4 pages of 64; five fit at once
+def test_requests_wait_for_pages_and_then_run(monkeypatch):
+    """600 tokens take 10 pages of 64, so one fits at a time; the others say that they wait, and are not given up."""
+    monkeypatch.setattr("needlework.lab.decode.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("needlework.lab.sender.MEETING_S", 0.5)
+    halves = Halves(decode_pages=20)
     try:
         answers = [halves.send(halves.request(600, first=i)) for i in range(4)]
         assert [last(a["decode"], 20).completion_tokens for a in answers] == [4] * 4

@@ -13,6 +13,7 @@ from lab_client import until
 from needlework import lab
 from needlework.lab.deployment import _wait
 from needlework.lab.processes import Child, listening_socket, stop
+from needlework.lab.role import _arguments, build_worker
 
 PARENT = """
 import sys, time
@@ -104,13 +105,36 @@ def test_a_port_in_use_is_said_in_one_sentence(capfd):
         ({"geometry": "v9"}, "geometry must be one of"),
         ({"router": "nginx"}, "router must be one of"),
         ({"port": 99999}, "a port is a number"),
-        ({"faults": ("F99",), "geometry": "tiny"}, "F99"),
     ],
 )
 def test_settings_that_do_not_exist(settings, words):
     with pytest.raises((ValueError, lab.LabError)) as caught, lab.start(**settings):
         pass
     assert words in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (["--fault", "F99"], "no fault named 'F99'"),
+        (["--fault", "F14:colour=1"], "no parameter 'colour'"),
+        (["--options", '{"no_such_option": 1}'], "no_such_option"),
+    ],
+)
+def test_a_server_refuses_what_does_not_exist(setting, words):
+    arguments = _arguments(["--role", "prefill", "--geometry", "tiny", "--http-fd", "0", "--watch-fd", "0", *setting])
+    with pytest.raises(ValueError, match=words):
+        build_worker(arguments)
+
+
+def test_a_refusal_is_passed_on_as_one_sentence():
+    child = Child("prefill", [sys.executable, "-c", "print('log'); print('no fault named F99'); raise SystemExit(2)"])
+    try:
+        with pytest.raises(lab.LabError) as caught:
+            _wait({"prefill": child}, {"prefill": 1}, timeout_s=20)
+        assert str(caught.value) == "no fault named F99"
+    finally:
+        stop([child])
 
 
 def test_a_process_that_dies_while_starting_shows_its_last_words():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import deque
 from typing import Any
 
@@ -12,6 +13,7 @@ from needlework.lab.bodies import HttpError
 from needlework.lab.captures import Span
 from needlework.lab.pair import GIVEN_UP, ending, room_of, signature_of
 from needlework.lab.receiver import Receiver
+from needlework.lab.sender import KEEPALIVE_S
 from needlework.lab.types import Handoff, Request, Reservation
 from needlework.lab.wire import Packet, Part, Registration
 from needlework.lab.worker import Worker
@@ -23,6 +25,7 @@ class DecodeWorker(Worker):
     def __init__(self, engine: Any, *, timeout_s: float = 60.0):
         super().__init__(engine)
         self._queue: deque[Request] = deque()  # waiting for pages
+        self._reassured = 0.0
         self._rooms: dict[int, Request] = {}  # pages set aside, transfer under way
         self._reservations: dict[int, Reservation] = {}
         self._row: Handoff | None = None  # the metadata row, as the last finished transfer left it
@@ -53,8 +56,9 @@ class DecodeWorker(Worker):
             request = self._queue[0]
             try:
                 reservation = self.engine.reserve(request)
-            except RuntimeError:
-                return  # the pools are full; a running request will free some
+            except RuntimeError:  # the pools are full; a running request will free some
+                self._reassure()
+                return
             except ValueError as error:
                 self._queue.popleft()
                 self.conclude(request.rid, HttpError(400, str(error)))
@@ -71,6 +75,14 @@ class DecodeWorker(Worker):
                 {"full": reservation.prefix_pages, "swa": reservation.swa_first_page},
             )
             self.transfer.register(request.bootstrap["host"], request.bootstrap["port"], registration)
+
+    def _reassure(self) -> None:
+        """Once a second: requests that wait for pages are not lost."""
+        if time.monotonic() - self._reassured > KEEPALIVE_S:
+            self._reassured = time.monotonic()
+            for request in self._queue:
+                assert request.bootstrap is not None
+                self.transfer.queued(request.bootstrap["host"], request.bootstrap["port"], room_of(request))
 
     def _write(self, packet: Packet, part: Part) -> None:
         """Put one buffer's pages in place. Runs in the transfer thread, as a remote write would."""

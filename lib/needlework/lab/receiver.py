@@ -79,13 +79,17 @@ class Receiver(Loop):
         if changed:
             self.post(lambda: self._forget(room, reason))
 
+    def queued(self, host: str, port: int, room: int) -> None:
+        """Tell the prefill server at host:port that this room is waiting for pages here."""
+        self._send_later(f"tcp://{host}:{port}", [b"QUEUED", pack_room(room)])
+
     def disown(self, host: str, port: int, room: int, reason: str) -> None:
         """Tell the prefill server at host:port that a room will not be registered."""
         address = f"tcp://{host}:{port}"
         if self.rooms.advance(room, State.FAILED):
-            self._peer_later(address, [b"ABORT", pack_room(room), reason.encode()[:300]])
+            self._send_later(address, [b"ABORT", pack_room(room), reason.encode()[:300]])
 
-    def _peer_later(self, address: str, frames: list[bytes]) -> None:
+    def _send_later(self, address: str, frames: list[bytes]) -> None:
         def send() -> None:
             self._peer(address).send_multipart(frames)
 

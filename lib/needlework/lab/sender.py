@@ -37,6 +37,7 @@ from .wire import (
 
 KEEPALIVE_S = 1.0
 REMEMBERED_REASONS = 256
+MEETING_S = 10.0  # the two halves of a request must hear of each other within this time
 
 
 @dataclass
@@ -117,6 +118,8 @@ class Sender(Loop):
             room = unpack_room(frames[2])
             if kind == b"DONE":
                 self._done(room)
+            elif kind == b"QUEUED" and room in self._known:  # decode waits for free pages: not silence
+                self._known[room].since = time.monotonic()
             elif kind == b"ABORT":
                 self._conclude(room, frames[3].decode("utf-8", "replace")[:300], tell_peer=False)
         except MALFORMED:
@@ -203,9 +206,10 @@ class Sender(Loop):
         now = time.monotonic()
         for room, known in list(self._known.items()):
             matched = known.expected and known.registration is not None
-            if not matched and now - known.since > self.timeout_s:
+            limit_s = min(self.timeout_s, MEETING_S)
+            if not matched and now - known.since > limit_s:
                 missing = "no decode server registered" if known.expected else "the request did not arrive"
-                self._conclude(room, f"{missing} within {self.timeout_s:g} s")
+                self._conclude(room, f"{missing} within {limit_s:g} s")
             elif matched and known.identity is not None and now - known.pinged > KEEPALIVE_S:
                 known.pinged = now
                 self._status(known.identity, room, State.WAITING, "")
