@@ -13,7 +13,9 @@ from needlework.workbook import figures, page_figures
 def dump(request) -> Dump:
     torch.manual_seed(0)
     layout = LAYOUTS[request.param]
-    return Dump(layout.encode({"values": torch.randn(3, 64, layout.dim)}), layout.name, pool="p", role="prefill")
+    return Dump(
+        layout.encode({"values": torch.randn(3, 64, layout.dim)}), layout.name, pool=request.param, role="prefill"
+    )
 
 
 def test_explorer_numbers_are_those_of_the_bytes(dump):
@@ -50,7 +52,7 @@ def test_an_empty_page_is_said_to_be_empty(dump):
 def test_journey_marks_exactly_the_lost_pages(dump):
     raw = dump.raw.clone()
     raw[2] = 0
-    lost = compare_dumps([dump], [Dump(raw, dump.layout, pool="p", role="decode")])
+    lost = compare_dumps([dump], [Dump(raw, dump.layout, pool=dump.pool, role="decode")])
     fig = page_figures.journey([dump], lost)
     assert [text.get_text() for text in fig.axes[0].texts] == ["", "", "×"]
     fine = page_figures.journey([dump], pd.DataFrame(columns=lost.columns))

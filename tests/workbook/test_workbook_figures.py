@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib import cbook
 from needlework.workbook import figures
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m $x^2$"
@@ -46,6 +47,21 @@ def test_same_bytes_twice_and_nothing_hostile_survives(kind: str) -> None:
     assert one == two
     assert one.startswith("<svg") and "<script" not in one and "\x1b" not in one
     assert "date" not in one.lower().split("<defs>")[0]
+
+
+@pytest.mark.parametrize("text", ["a$b", "$x^2$", r"\$x$ \frac{", r"$\bad{$", "_hidden", "C:\\x"])
+def test_labels_are_never_mathematics(text: str) -> None:
+    fig, ax = figures.new()
+    ax.set_title(figures.label(text))
+    assert figures.to_svg(fig) and not cbook.is_math_text(figures.label(text))
+
+
+def test_logarithmic_ticks_are_readable() -> None:
+    fig, ax = figures.new()
+    ax.set_xscale("log")
+    ax.plot([1, 1e6], [0, 1])
+    labels = [t.get_text() for t in ax.get_xticklabels()]
+    assert figures.to_svg(fig) and all(cbook.is_math_text(t) or t == "" for t in labels)
 
 
 def test_recall_table_counts_no_measurement_apart() -> None:

@@ -71,7 +71,6 @@ STYLE: Any = {
     "legend.frameon": False,
     "svg.fonttype": "path",
     "svg.hashsalt": "needlework",  # ids from content: two executions give the same bytes
-    "text.parse_math": False,  # a label from a log or a model is text, never mathematics
 }
 
 
@@ -88,8 +87,13 @@ def new(width_in: float = 7.2, height_in: float = 3.6, rows: int = 1, columns: i
 
 
 def label(text: object, max_chars: int = 60) -> str:
-    """Text for a label or legend: no control characters, bounded; a leading underscore would hide a legend entry."""
+    """Text for a label or legend: no control characters, bounded, never read as mathematics.
+
+    A leading underscore would hide a legend entry, so it gets a hair space before it.
+    """
     value = plain(text, max_chars)
+    if "$" in value:  # a backslash before an escaped dollar would free it again
+        value = value.replace("\\", "\u2216").replace("$", "\\$")
     return "\u200a" + value if value.startswith("_") else value
 
 

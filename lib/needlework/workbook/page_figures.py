@@ -108,7 +108,8 @@ class PageExplorer(Slider):
     def __init__(self, dump: Dump, *, slot: int = 5, field: str = "codes", **options: Any):
         self.dump, self.slot, self.field = dump, slot, field
         options.setdefault("stills", _spread(dump.raw.shape[0], 6))
-        super().__init__("page", self._draw, choices=range(dump.raw.shape[0]), **options)
+        name = f"page of {dump.role or 'dump'}, {dump.pool or dump.layout}, layer {dump.layer}"
+        super().__init__(name, self._draw, choices=range(dump.raw.shape[0]), **options)
 
     def numbers(self, page: int, slot: int, field: str, most: int = 8) -> pd.DataFrame:
         """The first numbers of a field of one entry: byte address in the pool, hex, and value."""

@@ -27,7 +27,8 @@ _FORMATTER = HtmlFormatter(nowrap=True)
 def mathml(tex: str, display: bool) -> str:
     """TeX as MathML; TeX that cannot be read is shown as code."""
     try:
-        return latex2mathml.converter.convert(tex, display="block" if display else "inline")
+        found = latex2mathml.converter.convert(tex, display="block" if display else "inline")
+        return found.replace(' xmlns="http://www.w3.org/1998/Math/MathML"', "")  # HTML knows the element without it
     except Exception:
         return f"<code>{html.escape(tex)}</code>"
 
