@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from needlework.analysis.diagnosis import diagnose
-from needlework.analysis.features import best_split, extract, settings
+from needlework.analysis.features import extract
 from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES, TESTS
+from needlework.analysis.view import best_split, settings
 from simulator import CLASSES, CONFIG, battery, simulate
 
 

@@ -21,11 +21,11 @@ import pandas as pd
 from needlework.analysis.features import Feature, extract
 from needlework.analysis.intervals import sentence
 from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES, TESTS, Signature
-from needlework.analysis.trials import hits
+from needlework.analysis.trials import column, hits
 
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
 PAIR_PRIOR = 0.1  # two causes at once are this much rarer than one
-STRONG, WEAK = 3.0, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
+STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
     **dict.fromkeys(("edge", "sharp", "soft_fall"), "length"),
@@ -73,7 +73,7 @@ class NextTest:
         return f"{self.title}: {self.how}. Expected: {expected}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """verdict: "healthy", "named", "two causes" or "not proven"; confidence: "weak", "moderate" or "strong"."""
 
@@ -107,6 +107,8 @@ class Diagnosis:
             lines.append(f"Next: {self.next_tests[0]}.")
         lines += [f"Note: {note}." for note in self.notes[:5]]
         return "\n".join(lines)
+
+    __repr__ = __str__  # what a plain notebook output shows
 
     def table(self) -> pd.DataFrame:
         """The ranking: code, title, posterior, for, against."""
@@ -153,7 +155,7 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
         raise ValueError("diagnose takes a table of trials (a DataFrame); read one with load_trials")
     features = extract(trials, evidence)
     seen = {name: f for name, f in features.items() if f.presence is not None}
-    hit = hits(trials)
+    hit = hits(trials)[_asked(trials)]
     measured = int(hit.notna().sum())
     single = {s.code: _score(s, seen) + math.log(s.prior) for s in SIGNATURES}
     pairs = {
@@ -175,11 +177,17 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
         tuple(_next_tests(ranked, seen, single)),
         tuple(_missing(seen)),
         features,
-        len(trials),
+        len(hit),
         measured,
         int(hit.sum()) if measured else 0,
-        tuple(_notes(trials, measured)),
+        tuple(_notes(trials, len(hit), measured)),
     )
+
+
+def _asked(trials: pd.DataFrame) -> pd.Series:
+    """Rows that ask for recall; controls (a fact that is not given, a fact in the question) are judged apart."""
+    control = column(trials, "control", "").fillna("").astype(str)
+    return (control == "") & (column(trials, "probe", "").fillna("").astype(str) != "control")
 
 
 def _texts(evidence: tuple[Evidence, ...]) -> list[str]:
@@ -339,13 +347,13 @@ def _missing(seen: dict[str, Feature]) -> list[str]:
     return out
 
 
-def _notes(trials: pd.DataFrame, measured: int) -> list[str]:
+def _notes(trials: pd.DataFrame, asked: int, measured: int) -> list[str]:
     notes = [str(note)[:200] for note in trials.attrs.get("notes", [])]
     if measured < FEW:
         notes.insert(0, f"{measured} measured trials are too few to name a cause")
-    if len(trials) - measured > 0.3 * max(len(trials), 1):
+    if asked - measured > 0.3 * max(asked, 1):
         notes.insert(
             0,
-            f"{len(trials) - measured} of {len(trials)} trials measured nothing (cut, reasoning only, transport)",
+            f"{asked - measured} of {asked} trials measured nothing (cut, reasoning only, transport)",
         )
     return notes

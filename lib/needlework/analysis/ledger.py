@@ -53,7 +53,7 @@ class Entry:
     strength: str = "moderate"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ledger:
     """An investigation so far. All methods return a new ledger or text; nothing is changed in place."""
 
@@ -201,6 +201,8 @@ class Ledger:
         if self.next_steps:
             lines.append(f"Next: {self.next_steps[0]}")
         return "\n".join(lines)
+
+    __repr__ = __str__  # what a plain notebook output shows
 
     def _repr_html_(self) -> str:
         head = "".join(

@@ -1,0 +1,190 @@
+"""Observations on the conditions: cache state, arm, order, load, aborts, tenants, physical place, repetition."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pandas as pd
+
+from needlework.analysis.drift import drift
+from needlework.analysis.paired import compare_pairs, pair_up
+from needlework.analysis.view import LAPSE, Feature, View, best_split, contrast, one_sided, presence_of
+
+RELOAD = re.compile(r"(?i)evict|reload|host|storage|tier|offload|disk")
+REFERENCE = re.compile(r"(?i)reference|transformers|oracle|independent|hosted|other.?server")
+TENANT = ("tenant", "adapter", "salt", "lora")
+PLACE = ("page_id", "first_page", "block_id", "max_page")
+
+
+def cache(v: View) -> list[Feature]:
+    out = []
+    asked_warm = (v.wanted == "warm") | np.char.endswith(v.label.astype(str), "/continue")
+    if (asked := asked_warm & np.isfinite(v.cached)).sum() >= 4:
+        cold = int((v.cached[asked] == 0).sum())
+        share = cold / asked.sum()
+        text = f"{cold} of {int(asked.sum())} trials meant to be warm had no cached token"
+        out.append(Feature("warm_vacuous", float(np.clip((share - 0.3) / 0.4, 0, 1)), text, int(asked.sum())))
+    state = np.where(v.warm, "warm", np.where((v.cached == 0) | (v.cache == "cold"), "cold", ""))
+    frame = v.frame.assign(_state=state)
+    single = ~(v.load > 1)
+    pairs = pair_up(frame[single].drop(columns=[c for c in ("cache",) if c in frame]), "_state", "cold", "warm")
+    compared = compare_pairs(pairs, "cold", "warm")
+    if compared.pairs >= 5:
+        one = compared.only_first > compared.only_second
+        out.append(Feature("warm_loss", one_sided(compared) * one, str(compared), compared.pairs))
+        out.append(Feature("cold_loss_only", one_sided(compared) * (not one), str(compared), compared.pairs))
+    elif min(v.rate(v.warm & single)[1], v.rate(v.base & ~v.warm)[1]) >= 8:
+        out.append(contrast(v, "warm_loss", v.warm & single, v.base & ~v.warm, "warm", "cold"))
+    words = [f"{a} {b} {c}" for a, b, c in zip(v.arm, v.cache, v.label, strict=True)]
+    reload = np.array([bool(RELOAD.search(word)) for word in words], bool)
+    if min(v.rate(reload)[1], v.rate(v.warm & ~reload)[1]) >= 5:
+        out.append(contrast(v, "reload_loss", reload, v.warm & ~reload, "reloaded", "device hits"))
+    if any(f.name == "warm_loss" and (f.presence or 0) > 0.5 for f in out) and v.rate(v.warm & single)[1] >= 12:
+        mask = v.warm & single & v.good & v.measured & np.isfinite(v.cached) & np.isfinite(v.length)
+        split = best_split(-(v.length - v.cached)[mask], v.hit[mask])  # lost when the suffix is short
+        gain = split.gain if split else 0.0
+        where = f"about {-split.high:,.0f}" if split else "no"
+        text = f"warm requests with a suffix of more than {where} tokens are right"
+        out.append(Feature("long_suffix_heals", float(np.clip((gain - 3) / 4, 0, 1)), text, int(mask.sum())))
+    kept, sent = (np.char.endswith(v.label.astype(str), "/" + end) for end in ("continue", "resend"))
+    if min(v.rate(kept)[1], v.rate(sent)[1]) >= 4:
+        out.append(contrast(v, "continue_loss", kept, sent, "continued", "re-sent"))
+    elif min(v.rate(v.turn > 1)[1], v.rate(v.base)[1]) >= 6:
+        out.append(contrast(v, "continue_loss", v.turn > 1, v.base, "later turns", "first turns"))
+    return out
+
+
+def arms(v: View) -> list[Feature]:
+    out = []
+    if v.pd_arm.any() and (~v.pd_arm & (v.arm != "")).any():
+        frame = v.frame.assign(_side=np.where(v.pd_arm, "PD", "combined"))
+        compared = compare_pairs(pair_up(frame, "_side", "combined", "PD"), "combined", "PD")
+        if compared.pairs >= 6:
+            one = compared.only_first > compared.only_second
+            lost = v.pd_arm & (v.hit == 0)
+            low, high = (v.length[lost].min(), v.length[lost].max()) if lost.any() else (0, 0)
+            like = v.base_of_all & ~v.pd_arm & (v.length >= 0.9 * low) & (v.length <= 1.1 * high)
+            unpaired = contrast(v, "pd_loss", v.pd_arm & (v.length >= low), like, "PD", "other arms").presence or 0.0
+            strength = max(one_sided(compared), min(unpaired, 0.9)) * one
+            out.append(Feature("pd_loss", strength, str(compared), compared.pairs))
+            misses = min(compared.only_second + compared.neither, compared.only_first + compared.neither)
+            both = presence_of(max(compared.neither / compared.pairs < 0.06, 1e-4)) * float(misses >= 3)
+            both *= float(compared.neither >= 2 * (compared.only_first + compared.only_second))
+            out.append(Feature("both_arms_lose", both, str(compared), compared.pairs))
+        else:
+            out.append(contrast(v, "pd_loss", v.pd_arm, ~v.pd_arm, "PD", "combined"))
+    other = np.array([bool(REFERENCE.search(name)) for name in v.arm], bool)
+    if min(v.rate(other)[1], v.rate(~other)[1]) >= 6:
+        m, n = v.rate(other)
+        mine, k = v.rate(~other)
+        same = float(m / n >= 0.6 * mine / k and m >= 3)
+        out.append(
+            Feature("reference_same", same, f"an independent server misses {m} of {n}, this one {mine} of {k}", n + k)
+        )
+    return out
+
+
+def order(v: View) -> list[Feature]:
+    order = v.number("ordinal")
+    mask = v.measured & np.isfinite(order) & ~(v.load > 1) & ~v.warm & (v.probe != "abort") & v.good
+    if mask.sum() < 20:
+        return []
+    x, y, length = order[mask], v.hit[mask], v.length[mask]
+    rank = np.argsort(x, kind="stable")
+    y, length, x = y[rank], length[rank], x[rank]
+    result = drift(y.tolist())
+    # a change of the question over time is no drift: within each half-octave of length the order must matter too
+    stratum = np.floor(2 * np.log2(np.maximum(np.nan_to_num(length, nan=1), 1)))
+    p = _ordered_p(y, stratum)
+    split = best_split(x, y)
+    late = float(split is not None and split.gain > 4 and split.top - split.bottom > 0.25)
+    text = (
+        f"recall falls with the number of requests ({result})"
+        if p < 0.05
+        else f"no trend with request order (p = {p:.2g})"
+    )
+    return [Feature("drift", presence_of(p) * late, text, len(y), result.onset)]
+
+
+def load(v: View) -> list[Feature]:
+    out = []
+    many, alone = (v.load > 1) & v.good, (v.load <= 1) & ~v.warm & v.good & v.base
+    if min(v.rate(many)[1], v.rate(alone)[1]) >= 8:
+        out.append(contrast(v, "load_loss", many, alone, "concurrent", "serial"))
+        sizes = v.load[many]
+        if len(np.unique(sizes)) >= 3:
+            captured = np.isin(v.load, [1, 2, 4, 8, 16, 24, 32, 48, 64, 128])
+            if min(v.rate(many & captured)[1], v.rate(many & ~captured)[1]) >= 6:
+                out.append(
+                    contrast(v, "padded_loss", many & ~captured, many & captured, "padded sizes", "captured sizes")
+                )
+    ask, before = (v.probe == "abort") & v.good, v.base & v.good
+    if v.rate(ask)[1] >= 4 and v.rate(before)[1] >= 6:
+        out.append(contrast(v, "abort_loss", ask, before, "after aborts", "without aborts"))
+    for name in PLACE:
+        if name in v.frame.columns and np.isfinite(v.number(name)).sum() >= 12:
+            split = best_split(v.number(name), v.hit)
+            gain = split.gain if split else 0.0
+            where = f"above page {split.low:,.0f} to {split.high:,.0f}" if split else "with no page number"
+            out.append(Feature("placement", float(np.clip((gain - 3) / 4, 0, 1)), f"recall is lost {where}", v.n))
+            break
+    for name in TENANT:
+        column = v.text(name)
+        if len(set(column)) >= 2:
+            crossed = v.warm & (column != "") & v.good
+            if v.rate(crossed)[1] >= 4 and v.rate(v.base & v.good)[1] >= 6:
+                out.append(contrast(v, "crossed_identity", crossed, v.base & v.good, f"hits across {name}s", "plain"))
+            break
+    return out
+
+
+def repeatability(v: View) -> list[Feature]:
+    keys = [k for k in ("prompt_sha", "trial_key") if k in v.frame.columns] or [
+        k
+        for k in ("target_tokens", "depth", "needle_token", "question", "expected", "seed", "turn")
+        if k in v.frame.columns
+    ]
+    if not keys or not v.measured.any():
+        return []
+    frame = pd.DataFrame(
+        {"hit": v.hit, "answer": v.text("answer"), "load": np.where(v.load > 1, 1, 0), "warm": v.warm, "arm": v.arm}
+    )
+    for key in keys:
+        frame[key] = v.frame[key].astype("object").where(v.frame[key].notna(), "")
+    from scipy.stats import binom
+
+    frame = frame[v.measured]
+    out = []
+    for name, part in (("flips_serial", frame[frame["load"] == 0]), ("flips_loaded", frame[frame["load"] == 1])):
+        groups = part.groupby([*keys, "arm", "warm"], sort=False)["hit"].agg(["size", "min", "max"])
+        groups = groups[groups["size"] >= 2]
+        if len(groups) >= 6:
+            differ = int((groups["min"] != groups["max"]).sum())
+            p = float(binom.sf(differ - 1, len(groups), 2 * LAPSE)) if differ else 1.0
+            out.append(
+                Feature(
+                    name,
+                    presence_of(p),
+                    f"{differ} of {len(groups)} repeated prompts change between hit and miss ({name.split('_')[1]})",
+                    len(groups),
+                )
+            )
+    return out
+
+
+def _ordered_p(y: np.ndarray, stratum: np.ndarray, rounds: int = 400) -> float:
+    """One-sided permutation p-value: within strata, later trials miss more often than earlier ones."""
+    rank = np.arange(len(y), dtype=float)
+    _, stratum = np.unique(stratum, return_inverse=True)
+    size = np.bincount(stratum)
+    centred = rank - (np.bincount(stratum, weights=rank) / size)[stratum]
+    seen = float((centred * y).sum())
+    rng = np.random.default_rng(0xD41F)
+    order = np.argsort(stratum, kind="stable")
+    smaller = 0
+    for _ in range(rounds):
+        shuffled = np.empty(len(y))
+        shuffled[order] = y[np.lexsort((rng.random(len(y)), stratum))]
+        smaller += float((centred * shuffled).sum()) <= seen + 1e-9
+    return (smaller + 1) / (rounds + 1)
