@@ -19,7 +19,7 @@
 import pandas as pd
 import torch
 from needlework import workbook
-from needlework.kernels import needles, precision, reference
+from needlework.kernels import precision, reference
 from needlework.workbook import kernel_figures
 
 start = workbook.start("Price each coarse number format in needle rank")
@@ -39,30 +39,19 @@ stack_budget = 64  # its budget: 256 entries, so it binds as 512 does at 8,192 t
 
 
 # %%
-def exact_rank(hay):
-    q, weights = needles.question_heads(hay)
-    scores = (weights.double() @ torch.relu(q[0].double() @ hay.index_keys().double().T))[0]
-    return 1 + int((scores > scores[hay.entry]).sum())
-
-
-def cut_off(keys):
+def cut_off(hay):
+    keys = hay.index_keys()
     scale = 2.0 ** torch.floor(torch.log2(keys.abs().amax(1, keepdim=True) / 448))
-    return (keys / scale).clamp(-448, 448) * scale
+    return {"keys": (keys / scale).clamp(-448, 448) * scale}
 
 
 ways = {
-    "fp8, plain scale": {},
-    "fp8, power-of-two scale": {"index_layout": "dsa-index-fp8-ue8m0"},
-    "fp4": {"index_layout": "dsa-index-fp4"},
+    "fp8, plain scale": lambda hay: {},
+    "fp8, power-of-two scale": lambda hay: {"index_layout": "dsa-index-fp8-ue8m0"},
+    "fp4": lambda hay: {"index_layout": "dsa-index-fp4"},
+    "fault: scale rounded down": cut_off,
 }
-rows = []
-for seed in range(needles_each):
-    hay = needles.plant(tokens, strength=strength, depth=(seed + 0.5) / needles_each, seed=seed)
-    rows.append(("exact", seed, exact_rank(hay), None))
-    for name, way in {**ways, "fault: scale rounded down": {"keys": cut_off(hay.index_keys())}}.items():
-        found = needles.look_up(hay, **way)
-        rows.append((name, seed, found.rank, found.right))
-index = pd.DataFrame(rows, columns=["format", "needle", "rank", "right"])
+index = precision.index_formats(ways, tokens, strength=strength, needles=needles_each)
 
 # %%
 workbook.figures.show(
@@ -103,22 +92,13 @@ assert abs(int(fp8["answers right"]) - within) <= 1
 # is lost? All keys of the needle's entry times a factor:
 
 # %%
-rows = []
-for factor in (1.0, 0.97, 0.9, 0.75, 0.5, 0.25, 0.0):
-    ranks = []
-    for seed in range(5):
-        hay = needles.plant(tokens, strength=1.0, seed=seed)
-        keys = hay.index_keys()
-        keys[hay.entry] *= factor
-        ranks.append(needles.look_up(hay, keys=keys))
-    rows.append((factor, max(f.rank for f in ranks), sum(f.kept for f in ranks), sum(f.right for f in ranks)))
-scales = pd.DataFrame(rows, columns=["scale off by factor", "worst rank", "kept of 5", "answered of 5"])
-workbook.tables.table(scales, "A wrong scale, a perfect needle")
+scales = precision.scale_errors((1.0, 0.97, 0.9, 0.75, 0.5, 0.25, 0.0), tokens)
+workbook.tables.table(scales, "A wrong scale, a perfect needle, five times")
 
 # %%
-by_factor = scales.set_index("scale off by factor")
-assert by_factor.loc[[1.0, 0.97, 0.9], "answered of 5"].eq(5).all()
-assert by_factor.loc[0.0, "kept of 5"] == 0
+by_factor = scales.set_index("factor")
+assert by_factor.loc[[1.0, 0.97, 0.9], "answered"].eq(5).all()
+assert by_factor.loc[0.0, "kept"] == 0
 assert by_factor["worst rank"].is_monotonic_increasing
 
 # %% [markdown]
@@ -135,22 +115,10 @@ assert by_factor["worst rank"].is_monotonic_increasing
 workbook.source(precision.Stack.run)
 
 # %%
-truth = precision.EXACT.run(stack_tokens)
-rows, ranked = [], []
-for name, stack in {"exact": precision.EXACT, **precision.VARIANTS}.items():
-    features = truth if name == "exact" else stack.run(stack_tokens)
-    found = [precision.ask_after(truth, features, strength=0.6, seed=s, k=stack_budget) for s in range(needles_each)]
-    rows.append(
-        (name, precision.relative_error(features, truth), sum(f.kept for f in found), sum(f.right for f in found))
-    )
-    ranked += [(name, s, f.rank) for s, f in enumerate(found)]
-layers = pd.DataFrame(rows, columns=["format", "norm error after 43 layers", "kept", "answered"])
-workbook.tables.table(
-    layers, f"Needles of {needles_each} behind a stack", formats={"norm error after 43 layers": "{:.1e}"}
-)
+layers, ranks = precision.compare_variants(stack_tokens, k=stack_budget, needles=needles_each)
+workbook.tables.table(layers, f"{needles_each} needles behind 43 layers", formats={"norm_error": "{:.1e}"})
 
 # %%
-ranks = pd.DataFrame(ranked, columns=["format", "needle", "rank"])
 workbook.figures.show(
     kernel_figures.rank_shift(ranks, by="format", exact="exact", mark=stack_budget),
     alt="Rank of each needle behind 43 layers in five number formats against its exact rank: all points lie near the diagonal, "
@@ -161,9 +129,9 @@ workbook.figures.show(
 by = layers.set_index("format")
 deployed = by.loc["bf16 streams (as deployed)"]
 patched = by.loc[["+ tf32 mHC projection", "+ bf16 mHC projection", "+ bf16 routed scaling"]]
-assert by.loc["float32 streams", "norm error after 43 layers"] < 1e-4
-assert deployed["norm error after 43 layers"] > 0.02
-assert (patched["norm error after 43 layers"] < 1.25 * deployed["norm error after 43 layers"]).all()
+assert by.loc["float32 streams", "norm_error"] < 1e-4
+assert deployed["norm_error"] > 0.02
+assert (patched["norm_error"] < 1.25 * deployed["norm_error"]).all()
 assert (patched["answered"] - deployed["answered"]).abs().max() <= 1
 
 # %% [markdown]

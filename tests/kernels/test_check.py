@@ -53,7 +53,7 @@ def test_a_good_kernel_gives_no_alarm(operation):
 
 def test_good_runs_over_many_seeds_give_no_alarm():
     """A good kernel that computes in another order, over many seeds; benchmarks/kernel_check.py does 500 of each."""
-    for seed in range(10):
+    for seed in range(4):
         for operation in ("select_topk", "merge_partials"):
             assert check(GOOD[operation], operation, seed=seed, device="cpu").passed is True, (operation, seed)
 

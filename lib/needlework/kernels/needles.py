@@ -114,6 +114,13 @@ def question_heads(hay: Haystack, heads: int = 64, seed: int = 0) -> tuple[Tenso
     return (q / scale).to(torch.float8_e4m3fn).float()[None], scale.T / heads
 
 
+def exact_rank(hay: Haystack) -> int:
+    """The needle's rank among unrounded index keys, in float64."""
+    q, weights = question_heads(hay)
+    scores = (weights.double() @ torch.relu(q[0].double() @ hay.index_keys().double().T))[0]
+    return 1 + int((scores > scores[hay.entry]).sum())
+
+
 @dataclass(frozen=True)
 class Laid:
     """A haystack in its pages: pools, page table [1, pages], slots of the entries, and the question as each kernel

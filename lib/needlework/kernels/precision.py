@@ -7,13 +7,16 @@ weights, tokens and everything else stay equal, so what differs at the end is th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
 from needlework.kernels.mhc import mhc_enter, mhc_leave, mhc_weights
-from needlework.kernels.needles import GROUP, KEY, Found, Haystack, look_up, plant
+from needlework.kernels.needles import KEY, Found, Haystack, exact_rank, look_up, plant
 from needlework.kernels.router import router_topk
 
 
@@ -75,7 +78,7 @@ def haystack_of(features: Tensor, base: Haystack) -> Haystack:
     return replace(base, keys=torch.nn.functional.normalize(keys, dim=1))
 
 
-def ask_after(exact: Tensor, features: Tensor, *, strength: float, seed: int, k: int = 512, **ways) -> Found:
+def ask_after(exact: Tensor, features: Tensor, *, strength: float, seed: int, k: int = 512) -> Found:
     """Plant a question for one token of the exact stack, and look it up among keys from another run of the stack.
 
     The question is the needle's exact key turned away until the cosine is `strength`: the harder, the more a small
@@ -87,7 +90,52 @@ def ask_after(exact: Tensor, features: Tensor, *, strength: float, seed: int, k:
     question = strength * truth.keys[base.needle] + (1 - strength**2) ** 0.5 * torch.nn.functional.normalize(
         away, dim=0
     )
-    return look_up(replace(seen, question=question), k, **ways)
+    return look_up(replace(seen, question=question), k)
 
 
-__all__ = ["EXACT", "GROUP", "VARIANTS", "Stack", "ask_after", "haystack_of", "relative_error"]
+def index_formats(
+    ways: Mapping[str, Callable[[Haystack], dict[str, Any]]], tokens: int, *, strength: float, needles: int
+) -> pd.DataFrame:
+    """The same needles through several index formats: ways gives the options of `look_up` for a haystack, by name.
+
+    -> format, needle, rank, right; the format "exact" holds the rank among unrounded keys (right is then missing).
+    """
+    rows: list[tuple[str, int, int, bool | None]] = []
+    for seed in range(needles):
+        hay = plant(tokens, strength=strength, depth=(seed + 0.5) / needles, seed=seed)
+        rows.append(("exact", seed, exact_rank(hay), None))
+        for name, options in ways.items():
+            found = look_up(hay, **options(hay))
+            rows.append((name, seed, found.rank, found.right))
+    return pd.DataFrame(rows, columns=["format", "needle", "rank", "right"])
+
+
+def scale_errors(factors: Sequence[float], tokens: int, *, needles: int = 5) -> pd.DataFrame:
+    """A perfect needle whose index scale is off by each factor: worst rank, how many were kept and answered."""
+    rows = []
+    for factor in factors:
+        found = []
+        for seed in range(needles):
+            hay = plant(tokens, strength=1.0, seed=seed)
+            keys = hay.index_keys()
+            keys[hay.entry] *= factor
+            found.append(look_up(hay, keys=keys))
+        rows.append((factor, max(f.rank for f in found), sum(f.kept for f in found), sum(f.right for f in found)))
+    return pd.DataFrame(rows, columns=["factor", "worst rank", "kept", "answered"])
+
+
+def compare_variants(tokens: int, *, k: int, needles: int, strength: float = 0.6) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Every variant of the stack over the same tokens and questions.
+
+    -> one row a variant (format, norm_error against the exact stack, kept, answered), one row a needle (format,
+    needle, rank).
+    """
+    exact = EXACT.run(tokens)
+    rows, ranks = [], []
+    for name, stack in {"exact": EXACT, **VARIANTS}.items():
+        features = exact if name == "exact" else stack.run(tokens)
+        found = [ask_after(exact, features, strength=strength, seed=seed, k=k) for seed in range(needles)]
+        rows.append((name, relative_error(features, exact), sum(f.kept for f in found), sum(f.right for f in found)))
+        ranks += [(name, seed, f.rank) for seed, f in enumerate(found)]
+    per_variant = pd.DataFrame(rows, columns=["format", "norm_error", "kept", "answered"])
+    return per_variant, pd.DataFrame(ranks, columns=["format", "needle", "rank"])

@@ -13,6 +13,11 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from needlework.workbook import figures
 from needlework.workbook.incidents import root
 
+GPU_COLUMNS = (
+    *("shape", "kernel", "median_us", "p10_us", "p90_us", "error", "TB_per_s", "share_of_copy", "TFLOP_per_s"),
+    *("ours_over_this", "bar", "met", "problem"),
+)
+
 
 def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", title: str = "") -> Figure:
     """Norm error against the number of keys, both logarithmic, with the limit drawn; table: keys, norm_error, and
@@ -102,4 +107,5 @@ def recorded_gpu(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]
     rows = pd.DataFrame([row for row in recorded["rows"] if row["operation"] == operation])
     setting = recorded["setting"]
     versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
-    return rows.drop(columns=["operation"]), f"{setting['card']}, {versions}; {recorded['command']}"
+    said = f"{setting['card']}, {versions}; {recorded['command']}"
+    return rows[[column for column in GPU_COLUMNS if column in rows]], said

@@ -1,0 +1,35 @@
+"""Figures of the kernel notebooks draw from plain tables; recorded GPU rows come with card, versions and command."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+from needlework.workbook import figures, kernel_figures
+
+
+def test_figures_have_their_axes_and_alt_text():
+    lengths = pd.DataFrame({"kernel": ["a", "a", "b"], "keys": [256, 512, 256], "norm_error": [1e-7, 2e-7, 0.0]})
+    ranks = pd.DataFrame({"tokens": [64, 64, 128], "entries": [16, 16, 32], "rank": [1, 9, 30]})
+    shift = pd.DataFrame({"format": ["exact", "fp4"], "needle": [0, 0], "rank": [3, 5]})
+    drawn = [
+        kernel_figures.error_by_length(lengths, 1e-3),
+        kernel_figures.recall_by_budget(ranks, [4, 16], lambda n, k: 0.5),
+        kernel_figures.rank_shift(shift, by="format", exact="exact", mark=4),
+    ]
+    for fig in drawn:
+        svg = figures.to_svg(fig)
+        assert "mathdefault" not in svg
+        assert fig.axes[0].get_xlabel() and fig.axes[0].get_ylabel()
+
+
+def test_recorded_rows_are_read_and_their_absence_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEEDLEWORK_ROOT", str(tmp_path))
+    rows, said = kernel_figures.recorded_gpu("select_topk")
+    assert rows.empty and "No GPU result" in said
+    (tmp_path / "data" / "kernels").mkdir(parents=True)
+    row = {"operation": "select_topk", "shape": "B1x65536", "kernel": "ours", "median_us": 30.0, "bytes": 1}
+    recorded = {"setting": {"card": "a card", "versions": {"torch": "2", "x": "absent"}}, "command": "c", "rows": [row]}
+    (tmp_path / "data" / "kernels" / "h200.json").write_text(json.dumps(recorded))
+    rows, said = kernel_figures.recorded_gpu("select_topk")
+    assert rows["median_us"].tolist() == [30.0] and "bytes" not in rows and said == "a card, torch 2; c"
