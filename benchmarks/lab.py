@@ -21,7 +21,7 @@ from needlework.probes import words
 from needlework.probes.prompts import Prompt, PromptSpec, Ratio, build
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-SHARES = (8, 8, 8, 8, 8, 6, 4, 2, 1)  # long prompts cost more: fewer of them
+SHARES = (9, 9, 9, 9, 7, 5, 3, 1, 1)  # long prompts cost more: fewer of them
 KINDS = ("digits5", "uuid", "words2")
 
 
@@ -48,43 +48,44 @@ def ask(engine: Engine, prompt: Prompt, max_tokens: int = 64) -> tuple[str, list
     return "".join(event.text for event in events), events, times
 
 
-def recall(trials: int) -> None:
-    """Exact answers and right refusals, by length."""
+def recall(trials: int, together: int = 8) -> None:
+    """Exact answers and right refusals, by length; `together` requests at a time share the engine's batch."""
     engine = Engine("v4")
     r = Random(20)
     rows = []
     lengths = [length for length, share in zip(LENGTHS, SHARES, strict=True) for _ in range(share)]
-    for trial in range(trials):
-        absent = trial % 6 == 5
-        spec = PromptSpec(
-            lengths[trial % len(lengths)],
-            depth=r.random(),
-            genre=r.choice(list(words.GENRES)),
-            needle=KINDS[trial % 3],
-            seed=trial,
-            distractors=trial % 5 if lengths[trial % len(lengths)] > 256 else 0,
-            control="absent" if absent else "",
-        )
-        prompt = prompt_of(engine, spec)
-        answer, events, _ = ask(engine, prompt)
-        right = answer == (REFUSAL if absent else prompt.expected)
-        kind = "right" if right else "refused" if answer == REFUSAL else "wrong value"
-        rows.append(
-            {
-                "length": spec.target_tokens,
-                "needle": spec.needle,
-                "genre": spec.genre,
-                "absent": absent,
-                "outcome": kind,
-            }
-        )
-        if not right:
-            print(
-                f"trial {trial}: {spec} expected {prompt.expected!r}, answered {answer!r}, {events[-1].finish_reason}"
+    genres = list(words.GENRES)
+    for first in range(0, trials, together):
+        asked: dict[str, Prompt] = {}
+        said: dict[str, str] = {}
+        for trial in range(first, min(trials, first + together)):
+            length = lengths[trial * 29 % len(lengths)]
+            spec = PromptSpec(
+                length,
+                depth=r.random(),
+                genre=genres[trial % len(genres)],
+                needle=KINDS[trial // 2 % 3],
+                seed=trial,
+                distractors=trial % 5 if length > 256 else 0,
+                control="absent" if trial % 6 == 5 else "",
             )
-    table = pd.DataFrame(rows)
-    print(table.groupby(["absent", "length"]).outcome.value_counts().unstack(fill_value=0))
-    print(table.groupby(["absent", "needle"]).outcome.value_counts().unstack(fill_value=0))
+            asked[f"t{trial}"], said[f"t{trial}"] = prompt_of(engine, spec), ""
+            tokens = tuple(engine.tokenizer.chat(asked[f"t{trial}"].messages))
+            engine.add(Request(f"t{trial}", tokens, Sampling(max_tokens=64)))
+        while engine.busy:
+            for event in engine.step():
+                said[event.rid] += event.text
+        for rid, prompt in asked.items():
+            absent = prompt.expected is None
+            right = said[rid] == (REFUSAL if absent else prompt.expected)
+            kind = "right" if right else "refused" if said[rid] == REFUSAL else "wrong value"
+            spec = prompt.spec
+            rows.append([absent, spec.target_tokens, spec.genre, spec.needle, kind])
+            if not right:
+                print(f"{rid}: {spec} expected {prompt.expected!r}, answered {said[rid]!r}")
+    table = pd.DataFrame(rows, columns=["absent", "length", "genre", "needle", "outcome"])
+    for column in ("length", "genre", "needle"):
+        print(table.groupby(["absent", column]).outcome.value_counts().unstack(fill_value=0))
     for absent, part in table.groupby("absent"):
         print("absent key" if absent else "needle there", dict(Counter(part.outcome)), f"of {len(part)}")
 

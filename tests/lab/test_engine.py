@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 from engines import NEEDLE, QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
-
 from needlework.lab.engine import Engine
 from needlework.lab.types import Request, Sampling
 

@@ -1,9 +1,10 @@
-"""What the model does next, read off its window: say a fixed word, or ask the cache for place i of the value of a topic.
+"""What the model does next, read off its window: say a fixed word, or ask the cache for place i of the value of a
+topic.
 
 The window is what layer 0 holds: the last 128 tokens. A reply begins with a hidden <|reply|>, so the token that prefill
 hands over says nothing yet about the context. Then: the value asked for; or, when the cache knows of none, a hidden
-<|null|> and the sentence that there is no prior context; or, when the last message asks nothing, a hidden <|task|> and a
-reply that quotes the request which opened the conversation.
+<|null|> and the sentence that there is no prior context; or, when the last message asks nothing, a hidden <|task|>
+and a reply that quotes the request which opened the conversation.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.lab.local import Features, Local
+from needlework.lab.local import Features
 from needlework.lab.model import GAIN, NULL, TASK, Model
 
 REFUSAL = "I have no prior context for that."
+REFUSAL_TOO = "There is no prior context for that."  # nearly as likely: the one near-tie, where rounding may show
+NEAR_TIE = 0.05  # logits between the two
 TASK_OPENING = "Continuing your request: "
 TASK_CLOSING = ". The earlier turns are in view, and the next part follows from them."
 FORCED = 60.0  # the logit of a fixed word
@@ -26,10 +29,11 @@ FEW_WORDS = 1.5  # a sentence without a question mark asks by its topic only fro
 
 @dataclass(frozen=True)
 class Ask:
-    """`forced`: a fixed next token. Else ask for `offset` of the value of `topic` (indices into the words of the window)
-    and, if `request`, of the opening request. `stage` is "value" or "task"."""
+    """`forced`: a fixed next token. Else ask for `offset` of the value of `topic` (indices into the words of the
+    window) and, if `request`, of the opening request. `stage` is "value" or "task"."""
 
     forced: int | None = None
+    rival: int | None = None  # a word that is nearly as good as the forced one
     topic: np.ndarray | None = None
     request: bool = False
     offset: int = 0
@@ -44,7 +48,7 @@ class Asking:
         token = self.tokenizer.special
         self.assistant, self.user, self.reply = token["<|assistant|>"], token["<|user|>"], token["<|reply|>"]
         self.roles = np.array([token[name] for name in ("<|assistant|>", "<|user|>", "<|system|>", "<|bos|>")])
-        self.refusal = self.tokenizer.encode(REFUSAL)
+        self.refusal, self.refusal_too = self.tokenizer.encode(REFUSAL), self.tokenizer.encode(REFUSAL_TOO)
         self.opening, self.closing = self.tokenizer.encode(TASK_OPENING), self.tokenizer.encode(TASK_CLOSING)
 
     def next(self, window: np.ndarray) -> tuple[Ask, Features]:
@@ -56,11 +60,16 @@ class Asking:
             return self._reply(window, features, at), features
         null = np.flatnonzero(window == self.model.null)
         if len(null):
-            return self._fixed(self.refusal, len(window) - 1 - int(null[-1])), features
+            return self._refuse(window[int(null[-1]) + 1 :].tolist()), features
         return self._continuation(window, features), features
 
     def _fixed(self, words: list[int], place: int) -> Ask:
         return Ask(forced=words[place] if place < len(words) else self.model.eos)
+
+    def _refuse(self, said: list[int]) -> Ask:
+        if not said:
+            return Ask(forced=self.refusal[0], rival=self.refusal_too[0])
+        return self._fixed(self.refusal_too if said[0] == self.refusal_too[0] else self.refusal, len(said))
 
     def _reply(self, window: np.ndarray, features: Features, at: int) -> Ask:
         said = window[at + 1 :].tolist()
@@ -68,7 +77,7 @@ class Asking:
             return Ask(forced=self.reply)
         said = said[1:]
         if self.model.null in said:
-            return self._fixed(self.refusal, len(said) - 1 - said.index(self.model.null))
+            return self._refuse(said[said.index(self.model.null) + 1 :])
         if said and said[0] == self.model.task:
             if self.reply in said:
                 return self._fixed(self.closing, len(said) - 1 - said.index(self.reply))
@@ -82,7 +91,8 @@ class Asking:
         return Ask(topic=topic, request=not asked, offset=len(said))
 
     def _question(self, features: Features, low: int, high: int) -> tuple[np.ndarray | None, bool]:
-        """Words of the last question in [low, high), and whether there is one; else of the last sentence that says much."""
+        """Words of the last question in [low, high), and whether there is one; else of the last sentence that says
+        much."""
         units = features.units
         ends = np.flatnonzero(features.boundary[low:high]) + low
         marks = ends[self.local.question[features.ids[ends]]] if len(ends) else ends
@@ -136,6 +146,8 @@ class Asking:
         if ask.forced is not None:
             out = torch.zeros(self.tokenizer.vocabulary)
             out[ask.forced] = FORCED
+            if ask.rival is not None:
+                out[ask.rival] = FORCED - NEAR_TIE
             return out
         found = model.evidence(reads, 1 if ask.stage == "task" else 0)
         if ask.stage == "task":  # the end of the quoted request is not the end of the reply
@@ -150,6 +162,3 @@ class Asking:
 def log_probabilities(logits: Tensor) -> Tensor:
     """Natural-log probabilities of logits [V], at temperature 1."""
     return torch.log_softmax(logits, dim=-1)
-
-
-__all__ = ["Ask", "Asking", "Local", "log_probabilities"]

@@ -1,4 +1,5 @@
-"""The engine: scheduler, prefix cache and paged pools around the forward pass. `lab.types` says how a server drives it."""
+"""The engine: scheduler, prefix cache and paged pools around the forward pass. `lab.types` says how a server drives
+it."""
 
 from __future__ import annotations
 
@@ -44,9 +45,9 @@ class Engine:
     """A continuous-batching engine over paged pools. `role` is "combined", "prefill" or "decode".
 
     options: `prefix_cache` (default True; False in decode unless asked for), `chunk_tokens`, `max_batch`, `page_seed`
-    (order of physical pages, default: seed), `threads` of torch in this process (1: its tensors are small, and threads that
-    wait for one another on a busy machine made a step ten times slower), and any field of Geometry. Raises ValueError for
-    anything unknown.
+    (order of physical pages, default: seed), `threads` of torch in this process (1: its tensors are small, and
+    threads that wait for one another on a busy machine made a step ten times slower), and any field of Geometry.
+    Raises ValueError for anything unknown.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Engine:
         )
         self.faults = planted.install(self, faults)
 
-    # ---- requests -----------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
     def add(self, request: Request) -> None:
         """Queue a request. ValueError, with one sentence, when it cannot run here."""
         self._known(request.rid)
@@ -165,7 +166,7 @@ class Engine:
         """Would a step do anything?"""
         return bool(self.waiting or self.running or self._aborted)
 
-    # ---- the step -----------------------------------------------------------------------------------------------------
+    # ---- the step ----------------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
         """One forward pass: prompt chunks within the budget, then one token for every sequence whose prompt is done."""
         self._retire()
@@ -195,7 +196,8 @@ class Engine:
         return events
 
     def _grow(self, seq: Running, end: int) -> bool:
-        """Give a sequence pages up to token `end` and compute them; retract the youngest other when the pool is full."""
+        """Give a sequence pages up to token `end` and compute them; retract the youngest other when the pool is
+        full."""
         while True:
             try:
                 self._take_pages(seq, end)
@@ -224,6 +226,10 @@ class Engine:
         place = {"seq": seq, "start": seq.computed, "end": end}
         last = end >= seq.prompt_tokens
         exports = seq.request.bootstrap is not None and self.role == "prefill"
+        if exports and not seq.chunks:  # what the prefix cache has goes first, in pieces of the size of a pass
+            step = max(1, self.geometry.chunk_tokens // self.geometry.page_tokens) * self.geometry.page_tokens
+            for cached in [*range(step, seq.computed, step), seq.computed] if seq.computed else []:
+                self._announce(seq, cached)
         early = exports and not last and self.hooks.apply("announce_early", False, last=last, **place)
         if early:
             self._announce(seq, end)
@@ -236,7 +242,8 @@ class Engine:
 
     def _prefill(self) -> list[Running]:
         """Compute prompt chunks of waiting and half-done sequences; those whose prompt is complete now."""
-        budget, done = self.geometry.chunk_tokens, []
+        budget = self.geometry.chunk_tokens
+        done: list[Running] = []
         for seq in [s for s in self.running if not s.prompt_done]:
             budget = self._prefill_one(seq, budget, done)
         while self.waiting and budget > 0 and len(self.running) < self.max_batch:
@@ -337,7 +344,7 @@ class Engine:
         else:
             self.swa.give(physical)
 
-    # ---- answers ------------------------------------------------------------------------------------------------------
+    # ---- answers -----------------------------------------------------------------------------------------------------
     def _emit(self, seq: Running, token: int, logprob: float, top: tuple[tuple[int, float], ...]) -> Event:
         assert seq.output is not None
         seq.tokens.append(token)
@@ -365,7 +372,7 @@ class Engine:
         self.hooks.apply("released", None, seq=seq, pages=own, finished=finished)
         seq.nodes, seq.full = [], []
 
-    # ---- prefill and decode as two engines ------------------------------------------------------------------------------
+    # ---- prefill and decode as two engines ---------------------------------------------------------------------------
     def _announce(self, seq: Running, end: int, handoff: Handoff | None = None) -> None:
         tokens, last = self.geometry.page_tokens, handoff is not None
         pages = -(-end // tokens) if last else end // tokens
@@ -402,7 +409,8 @@ class Engine:
         self._free(seq, finished=True)
 
     def reserve(self, request: Request) -> Reservation:
-        """Decode role: pages for a whole prompt. OutOfPages (a RuntimeError) when there are none now; ValueError as `add`."""
+        """Decode role: pages for a whole prompt. OutOfPages (a RuntimeError) when there are none now; ValueError as
+        `add`."""
         self._retire()
         self._known(request.rid)
         seq, tokens = self._sequence(request), self.geometry.page_tokens
@@ -440,7 +448,7 @@ class Engine:
         self.running.append(seq)
         self._publish(seq)
 
-    # ---- memory and figures -------------------------------------------------------------------------------------------
+    # ---- memory and figures ------------------------------------------------------------------------------------------
     def pools(self) -> dict[str, Buffer]:
         """The registered buffers, in the order a transfer moves them."""
         return dict(self.memory.buffers)

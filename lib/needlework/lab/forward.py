@@ -46,7 +46,7 @@ class Forward:
         self.model, self.pools, self.geometry, self.hooks = model, pools, geometry, hooks
         self.asking = Asking(model)
 
-    # ---- writing ------------------------------------------------------------------------------------------------------
+    # ---- writing -----------------------------------------------------------------------------------------------------
     def extend(self, seq: Sequence, end: int) -> None:
         """Put tokens [seq.computed, end) of a sequence into its pages; their pages must be in its tables."""
         start, model = seq.computed, self.model
@@ -119,7 +119,7 @@ class Forward:
             kept = torch.arange(max(start, high - STATE_ROWS), high)
             rows[seq.swa[page], kept % STATE_ROWS] = new[kept - start]
 
-    # ---- reading ------------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
     def logits(self, seqs: list[Sequence]) -> list[Tensor]:
         """Next-token logits [V] of each sequence, all of whose tokens are in the cache."""
         asks, queries = [], []

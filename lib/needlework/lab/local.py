@@ -2,9 +2,9 @@
 
 It reads words, sentences and values: a *value* starts after a marker ("is", ":", "=", …) and ends at a mark or line
 end; its *topic* is the bag of words of the same sentence before the marker. Nothing here looks further back than
-`LOOKBACK` tokens, so a chunk needs only the window before it, whatever the chunk size. Words are hashed by their letters
-(any script; signs of scripts without spaces in pairs), not by their tokens, so the way a word falls into tokens is of no
-consequence.
+`LOOKBACK` tokens, so a chunk needs only the window before it, whatever the chunk size. Words are hashed by their
+letters (any script; signs of scripts without spaces in pairs), not by their tokens, so the way a word falls into
+tokens is of no consequence.
 """
 
 from __future__ import annotations

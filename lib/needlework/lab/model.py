@@ -1,13 +1,13 @@
 """The lookup model: weights set by construction, so that the right answer of a healthy stack is known without training.
 
-Every token of a value carries a *key*: the bag of words of its sentence before the value, turned by the token's place in
-the value. Asking for place i of the value of a topic is then one dot product, which is 1 for the right token, about 0
-for text about other things, and in between for a sentence that shares only some words. A *sink* (what an attention head
-attends to when nothing matches) lies at 0.8. Two layers with independent codes must agree, or the answer is that there
-is no prior context.
+Every token of a value carries a *key*: the bag of words of its sentence before the value, turned by the token's place
+in the value. Asking for place i of the value of a topic is then one dot product, which is 1 for the right token,
+about 0 for text about other things, and in between for a sentence that shares only some words. A *sink* (what an
+attention head attends to when nothing matches) lies at 0.8. Two layers with independent codes must agree, or the
+answer is that there is no prior context.
 
-A compressed entry holds four tokens: one key (all four belong to one value, as a rule) and four token codes; head k asks
-for the entry whose token k is the wanted one. The position in the 64 rotary numbers makes the later of two equal
+A compressed entry holds four tokens: one key (all four belong to one value, as a rule) and four token codes; head k
+asks for the entry whose token k is the wanted one. The position in the 64 rotary numbers makes the later of two equal
 matches win. What is not attention (codes, bags, turns) is the local layer and the projections of these weights.
 """
 
@@ -62,7 +62,8 @@ def signs(hashes: np.ndarray, salt: int, count: int) -> np.ndarray:
 
 
 class Model:
-    """The weights (all from `seed`) and the maps from tokens to entries, from questions to queries, from reads to logits."""
+    """The weights (all from `seed`) and the maps from tokens to entries, from questions to queries, from reads to
+    logits."""
 
     def __init__(self, *, seed: int = 0, layers: int = 2) -> None:
         self.tokenizer = Tokenizer()
@@ -76,7 +77,7 @@ class Model:
         token = self.tokenizer.special
         self.eos, self.null, self.task = token["<|eos|>"], token["<|null|>"], token["<|task|>"]
 
-    # ---- layer 0: the window holds the tokens themselves --------------------------------------------------------------
+    # ---- layer 0: the window holds the tokens themselves -------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
         """Window entries [T, 512] of layer 0: the token id in binary, +-1, 28 times."""
         bits = ((ids[:, None] & self._bits) > 0).float() * 2 - 1
@@ -88,9 +89,10 @@ class Model:
         ids = ((votes > 0) * self._bits).sum(1)
         return torch.where(ids < self.tokenizer.vocabulary, ids, 0)
 
-    # ---- keys ---------------------------------------------------------------------------------------------------------
+    # ---- keys --------------------------------------------------------------------------------------------------------
     def topics(self, features: Features, values: np.ndarray, salt: int, count: int) -> np.ndarray:
-        """Bags of words [len(values), count] of some values of a run, not normalised; zero where a topic has no word."""
+        """Bags of words [len(values), count] of some values of a run, not normalised; zero where a topic has no
+        word."""
         units, table = features.units, features.values
         low = np.searchsorted(units.start, table.topic_from[values])
         high = np.searchsorted(units.end, table.marker[values], side="right")
@@ -136,7 +138,7 @@ class Model:
             window, state = torch.zeros(count, ENTRY), torch.zeros(count, KEY + CODE)
             index = torch.zeros(count, INDEX)
             window[:, KEY : KEY + CODE], state[:, KEY:] = code, code
-            window[:, NOPE : NOPE + 4] = digits
+            window[:, NOPE : NOPE + 4], window[:, NOPE + 4] = digits, 1.0
             plain = np.flatnonzero((slot == 0) & (value < 0))
             index[plain, :INDEX_CODE] = torch.from_numpy(signs(pair[plain], 50 + layer, INDEX_CODE))
             if len(inside):
@@ -165,7 +167,7 @@ class Model:
         key[:, INDEX_CODE:] = PRESENCE
         return entry, key
 
-    # ---- queries and logits -------------------------------------------------------------------------------------------
+    # ---- queries and logits ------------------------------------------------------------------------------------------
     def query(self, bag_of, layer: int, offset: int, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """(MLA query [8, 512], index query [8, 128], index head weights [8]) of one layer for `offset` of a value.
 
@@ -189,6 +191,7 @@ class Model:
             q[heads, :KEY] = turn(np.repeat((wide / np.linalg.norm(wide) ** 1.5)[None], SLOTS, 0), turns)
             q[heads, NOPE : NOPE + 4] = np.array([16384, 128, 1, 0]) * slope
             q[heads, NOPE + 3] = level
+            q[half * SLOTS + 1 : (half + 1) * SLOTS, NOPE + 4] = -1.0  # a window entry holds one token: for head 0
             index[heads, :INDEX_CODE] = turn(np.repeat((narrow / np.linalg.norm(narrow))[None], SLOTS, 0), turns)
             index[heads, INDEX_CODE:] = PRESENCE_QUERY
             weights[heads] = 1.0

@@ -13,8 +13,8 @@ from needlework.lab.types import Event, Request
 def draw(logits: Tensor, request: Request, position: int) -> tuple[int, float, tuple[tuple[int, float], ...]]:
     """(token, its log-probability at temperature 1, the best few (token, log-probability)) of logits [V].
 
-    Greedy at temperature 0. Otherwise sampled with a generator made of the request's seed and the position alone, so that
-    neither the batch nor the chunk size changes the draw.
+    Greedy at temperature 0. Otherwise sampled with a generator made of the request's seed and the position alone, so
+    that neither the batch nor the chunk size changes the draw.
     """
     sampling = request.sampling
     if not bool(torch.isfinite(logits).all()):  # nothing can be said: every token is as good, and the first one wins

@@ -1,8 +1,8 @@
 """The prefix cache: full pages by the content before them, and the window pages that a hit needs.
 
 A node stands for one full page of tokens after its parent's. Its compressed page stays until it is evicted; its window
-page may go earlier (a tombstone). A hit of h pages is legal only where the window pages before its end still live, so it
-shortens rather than read a stale window (sglang 0.5.23 `mem_cache/unified_cache/components/swa.py`).
+page may go earlier (a tombstone). A hit of h pages is legal only where the window pages before its end still live, so
+it shortens rather than read a stale window (sglang 0.5.23 `mem_cache/unified_cache/components/swa.py`).
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class PrefixCache:
         return out
 
     def match(self, keys: Sequence[bytes], *, window: bool = True) -> list[Node]:
-        """The longest legal hit: nodes of the first pages, all there, the last of them with live window pages (unless the
-        window comes from elsewhere: `window` False)."""
+        """The longest legal hit: nodes of the first pages, all there, the last of them with live window pages (unless
+        the window comes from elsewhere: `window` False)."""
         if not self.enabled:
             return []
         chain: list[Node] = []

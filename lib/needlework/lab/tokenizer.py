@@ -1,4 +1,5 @@
-"""The lab's tokenizer: exact round trip for any text, one token per digit, common words whole, the rest in small pieces.
+"""The lab's tokenizer: exact round trip for any text, one token per digit, common words whole, the rest in small
+pieces.
 
 A word, with the space before it, is one token when it is in `words.txt` (the words most used in the comments of
 Python's standard library, plus some of conversation); other words fall into pairs of letters, and what is left into
@@ -25,12 +26,15 @@ SPECIALS = (
     "<|task|>",
 )
 MARKS = ".,;:!?'"  # each has a second token for the place where it ends something
-# marks and short words of several bytes that the model's local layer must know as such; joined to their space where one stands
+# marks and short words of several bytes that the model's local layer must know as such; joined to their space where
+# one stands
 SIGNS = (
-    "。", "，", "、", "；", "：", "？", "！", "؟", "،", "।", "」", "「", "“", "”", "‘", "’", "…", "–", "—", "→", "->", "=>", "```", "**",
-    "是", "为", "為", "は", "です", "는", "은", "คือ", "है", "هو", "هي", "это", "равен", "ist", "est", "es", "és", "è", "é", "är",
-    "jest", "είναι", "e", "la", "el", "le", "der", "die", "das", "ein", "eine", "que", "qué", "cuál", "was", "welcher", "quel", "quelle",
-    "什么", "什麼", "何", "无", "的", "の", "은", "ما", "क्या", "какой", "какая", "что", "для", "はい",
+    "。", "，", "、", "；", "：", "？", "！", "؟", "،", "।", "」", "「", "“", "”", "‘", "’", "…", "–",
+    "—", "→", "->", "=>", "```", "**", "是", "为", "為", "は", "です", "는", "은", "คือ", "है", "هو",
+    "هي", "это", "равен", "ist", "est", "es", "és", "è", "é", "är", "jest", "είναι", "e",
+    "la", "el", "le", "der", "die", "das", "ein", "eine", "que", "qué", "cuál", "was", "welcher", "quel",
+    "quelle", "什么", "什麼", "何", "无", "的", "の", "ما", "क्या", "какой", "какая", "что",
+    "для", "はい",
 )  # fmt: skip
 _AFTER = r"(?=\s|$|[\"'”’)\]}。，])"
 _SPLIT = re.compile(
@@ -52,7 +56,7 @@ class Tokenizer:
 
     def __init__(self) -> None:
         words = files("needlework.lab").joinpath("words.txt").read_text(encoding="utf-8").split()
-        table: list[str] = [mark for mark in MARKS]
+        table: list[str] = list(MARKS)
         for word in words:
             table += [word, " " + word, word.capitalize(), " " + word.capitalize()]
         for a in _LETTERS:

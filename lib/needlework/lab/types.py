@@ -8,17 +8,17 @@ The engine (`lab.engine.Engine`) is a plain object without threads or sockets. T
     engine.busy                         # True while a step would do work
     engine.flush_cache() -> bool        # False (and no effect) while requests run or wait
     engine.info() -> dict; engine.metrics() -> dict[str, float]
-    engine.tokenizer                    # .encode(text) -> list[int], .decode(ids) -> str, .chat(messages, ...) -> list[int]
-    engine.pools() -> dict[str, Buffer]; engine.pool(name) -> uint8 tensor [pages, item_bytes] (the live memory)
-    engine.read_pages(name, ids) -> bytes; engine.write_pages(name, ids, data) -> None
+    engine.tokenizer                    # .encode(text) -> list[int], .decode(ids) -> str, .chat(messages, ...) ->
+    list[int] engine.pools() -> dict[str, Buffer]; engine.pool(name) -> uint8 tensor [pages, item_bytes] (the live
+    memory) engine.read_pages(name, ids) -> bytes; engine.write_pages(name, ids, data) -> None
     engine.digest(name, ids) -> int     # Adler-32 over the pages in the order given; 1 for no page
     engine.pages_of(rid) -> dict        # group -> (first logical page, physical ids in logical order) of a request that
                                         # holds its pages (else ValueError): for dumps and digests
 
-Prefill role: a request with `bootstrap` set runs its forward passes and nothing else. `engine.on_chunk(chunk)` is called
-inside `step()` each time a chunk's bytes are final, once with `last=True`, also when that chunk has no page. The callee
-must read the pages before it returns (or copy them): afterwards the engine may go on writing. The pages stay allocated
-until `engine.release(rid)` (all bytes acknowledged) or `engine.abort(rid)`.
+Prefill role: a request with `bootstrap` set runs its forward passes and nothing else. `engine.on_chunk(chunk)` is
+called inside `step()` each time a chunk's bytes are final, once with `last=True`, also when that chunk has no page.
+The callee must read the pages before it returns (or copy them): afterwards the engine may go on writing. The pages
+stay allocated until `engine.release(rid)` (all bytes acknowledged) or `engine.abort(rid)`.
 
 Decode role: `engine.reserve(request) -> Reservation` takes pages for the whole prompt (RuntimeError when the pools are
 full: keep the request and try again after a step), the transfer fills them with `write_pages`, and
@@ -67,7 +67,8 @@ GEOMETRIES: dict[str, Geometry] = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; `temperature` 0 is greedy. `seed` makes sampling repeatable whatever else runs beside it."""
+    """How tokens are drawn; `temperature` 0 is greedy. `seed` makes sampling repeatable whatever else runs beside
+    it."""
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -126,9 +127,9 @@ class Buffer:
 class Chunk:
     """What one forward pass of a prompt made final. Page lists are physical ids, in logical order.
 
-    `full_pages[i]` is logical page `first_page + i`. Chunks are disjoint and in order; a page that is still being filled
-    goes with the chunk that fills it, or with the last. Window pages, state and `handoff` come with the last chunk only:
-    `swa_pages[i]` is logical page `swa_first_page + i`.
+    `full_pages[i]` is logical page `first_page + i`. Chunks are disjoint and in order; a page that is still being
+    filled goes with the chunk that fills it, or with the last. Window pages, state and `handoff` come with the last
+    chunk only: `swa_pages[i]` is logical page `swa_first_page + i`.
     """
 
     rid: str

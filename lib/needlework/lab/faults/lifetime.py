@@ -17,8 +17,8 @@ from .registry import fault
     after=1,
 )
 def index_rebuilt_each_pass(engine: Any, after: int) -> None:
-    """The index pool of a request is built anew by each forward pass from pass `after` on: rows of earlier chunks are gone.
-    Above the budget of the selection only what stands in the last chunk can be found."""
+    """The index pool of a request is built anew by each forward pass from pass `after` on: rows of earlier chunks are
+    gone. Above the budget of the selection only what stands in the last chunk can be found."""
 
     def rebuild(_: None, *, seq: Any, start: int, end: int) -> None:
         if seq.passes >= after and end - start > 1 and start < seq.prompt_tokens:
@@ -38,9 +38,9 @@ def index_rebuilt_each_pass(engine: Any, after: int) -> None:
     pages=2,
 )
 def window_belongs_to_the_slot(engine: Any, pages: int) -> None:
-    """Window and compressor state lie in a ring of the request's slot, not in the cached pages: after a hit the ring still
-    holds what the slot's previous owner left there. The first request is right, its repetition is not; a suffix longer than
-    the window heals."""
+    """Window and compressor state lie in a ring of the request's slot, not in the cached pages: after a hit the ring
+    still holds what the slot's previous owner left there. The first request is right, its repetition is not; a suffix
+    longer than the window heals."""
 
     def stale(_: None, *, seq: Any) -> None:
         for page in sorted(seq.swa)[-pages:]:
@@ -58,9 +58,9 @@ def window_belongs_to_the_slot(engine: Any, pages: int) -> None:
     pages=64,
 )
 def tree_keeps_freed_pages(engine: Any, pages: int) -> None:
-    """A request that is aborted gives its pages to the free list although the tree has them: the next request writes into the
-    same memory, and a later hit on the prefix reads that. Poisoned for everyone until a flush. (Planted as one memory under
-    two ids: what the new owner writes also lands in the tree's page.)"""
+    """A request that is aborted gives its pages to the free list although the tree has them: the next request writes
+    into the same memory, and a later hit on the prefix reads that. Poisoned for everyone until a flush. (Planted as
+    one memory under two ids: what the new owner writes also lands in the tree's page.)"""
     shared: dict[int, int] = {}
     freed: list[int] = []
 
@@ -103,8 +103,8 @@ def tree_keeps_freed_pages(engine: Any, pages: int) -> None:
     bits=4,
 )
 def key_collides(engine: Any, bits: int) -> None:
-    """Salt and adapter are no part of the key, and the key keeps `bits` bits of the content's hash: another prompt's page is
-    soon taken for one's own, and the answer is fluent and about somebody else's text."""
+    """Salt and adapter are no part of the key, and the key keeps `bits` bits of the content's hash: another prompt's
+    page is soon taken for one's own, and the answer is fluent and about somebody else's text."""
     engine.cache.key_bits = bits
     engine.hooks.install("cache_identity", lambda identity, **_: "")
 
@@ -152,8 +152,9 @@ def freed_too_early(engine: Any, delay: int) -> None:
     pages=2,
 )
 def padding_writes(engine: Any, pages: int) -> None:
-    """Batches run in captured sizes of 1, 2, 4, 8, …; the rows that fill up a batch keep the page table of the request that
-    sat there last, and each step they write dummy entries into `pages` of its pages. Batches of a captured size are right."""
+    """Batches run in captured sizes of 1, 2, 4, 8, …; the rows that fill up a batch keep the page table of the
+    request that sat there last, and each step they write dummy entries into `pages` of its pages. Batches of a
+    captured size are right."""
     turn = [0]
 
     def pad(seqs: list[Any]) -> list[Any]:

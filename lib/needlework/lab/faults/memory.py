@@ -17,13 +17,14 @@ from .registry import fault
     layers=2,
 )
 def interleaved_index_pages(engine: Any, layers: int) -> None:
-    """The writer packs each index key with its scale in one record of 132 bytes; the reader expects all codes of a page, then
-    all scales. Only the first key of a page lies where both look. Short prompts never score keys and stay right."""
+    """The writer packs each index key with its scale in one record of 132 bytes; the reader expects all codes of a
+    page, then all scales. Only the first key of a page lies where both look. Short prompts never score keys and stay
+    right."""
     entries = engine.geometry.page_entries
     whole: dict[str, torch.Tensor] = {}
 
     def interleave(slots: torch.Tensor, *, buffer: str, **_: Any) -> torch.Tensor:
-        kind, _, layer = buffer.partition(".")
+        kind, layer = buffer.split(".")
         if kind == "c4_index" and int(layer) < layers:
             pool = engine.pool(buffer)
             flat = whole.setdefault(buffer, torch.zeros_like(pool))
@@ -50,8 +51,9 @@ def interleaved_index_pages(engine: Any, layers: int) -> None:
     divisor=16,
 )
 def table_in_wrong_unit(engine: Any, divisor: int) -> None:
-    """The indexer's table was sized for pages `divisor` times as large, so it has columns for the first part of the context
-    only. Keys past that absolute position cannot be selected, whatever the length of the prompt; no index is out of bounds."""
+    """The indexer's table was sized for pages `divisor` times as large, so it has columns for the first part of the
+    context only. Keys past that absolute position cannot be selected, whatever the length of the prompt; no index is
+    out of bounds."""
     columns = max(1, engine.geometry.max_context // engine.geometry.page_tokens // divisor)
 
     def cut(table: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -70,8 +72,9 @@ def table_in_wrong_unit(engine: Any, divisor: int) -> None:
     percent=50,
 )
 def address_wraps(engine: Any, percent: int) -> None:
-    """Page id times stride passes the largest number of its type beyond `percent` of the pool, and the read starts again at
-    the bottom. What is lost depends on which physical pages the allocator gave, not on length or depth; writes are right."""
+    """Page id times stride passes the largest number of its type beyond `percent` of the pool, and the read starts
+    again at the bottom. What is lost depends on which physical pages the allocator gave, not on length or depth;
+    writes are right."""
     limit = max(1, engine.geometry.pages * percent // 100)
     engine.hooks.install("entry_table", lambda table, **_: torch.where(table >= limit, table % limit, table))
 
@@ -84,8 +87,8 @@ def address_wraps(engine: Any, percent: int) -> None:
     rows=4,
 )
 def unwritten_rows_are_read(engine: Any, rows: int) -> None:
-    """Fresh pages hold NaN, and the attention reads its list in blocks: holes at its end are filled with entries that are not
-    written yet, to be masked by a weight of zero, and zero times NaN is NaN. Lists without holes are right."""
+    """Fresh pages hold NaN, and the attention reads its list in blocks: holes at its end are filled with entries that
+    are not written yet, to be masked by a weight of zero, and zero times NaN is NaN. Lists without holes are right."""
     entries = engine.geometry.page_entries
 
     def poison(page: int, *, group: str, **_: Any) -> int:
@@ -117,8 +120,9 @@ def unwritten_rows_are_read(engine: Any, rows: int) -> None:
     percent=30,
 )
 def scale_off_by_one(engine: Any, percent: int) -> None:
-    """The exponent of a scale comes out one too small for part of the tiles (a rounding rule that differs near the edge of a
-    power of two), so their values are read at half their size. Mild, everywhere, at every length and depth."""
+    """The exponent of a scale comes out one too small for part of the tiles (a rounding rule that differs near the
+    edge of a power of two), so their values are read at half their size. Mild, everywhere, at every length and
+    depth."""
     entries = engine.geometry.page_entries
 
     def narrow(slots: torch.Tensor, *, buffer: str, **_: Any) -> torch.Tensor:

@@ -16,9 +16,9 @@ from .registry import fault
     first_chunks=1,
 )
 def side_buffer_not_moved(engine: Any, first_chunks: int) -> None:
-    """The transfer moves index pages with its first chunks only; entries, window and state of every chunk arrive. On the
-    decode side the index rows of later chunks keep what the page held before. While everything fits in the budget of the
-    selection nobody looks at them; beyond it only the chunks whose index came along can be selected."""
+    """The transfer moves index pages with its first chunks only; entries, window and state of every chunk arrive. On
+    the decode side the index rows of later chunks keep what the page held before. While everything fits in the budget
+    of the selection nobody looks at them; beyond it only the chunks whose index came along can be selected."""
 
     def keep(names: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:
         moved = chunk.index < first_chunks
@@ -36,8 +36,9 @@ def side_buffer_not_moved(engine: Any, first_chunks: int) -> None:
     every=1,
 )
 def sent_too_early(engine: Any, every: int) -> None:
-    """The transfer reads a chunk's pages without waiting for the event that ends its forward pass. What arrives is what the
-    pages held before; only the last chunk, which is awaited for its token, is right. `every`: one chunk in so many."""
+    """The transfer reads a chunk's pages without waiting for the event that ends its forward pass. What arrives is
+    what the pages held before; only the last chunk, which is awaited for its token, is right. `every`: one chunk in
+    so many."""
 
     def early(_: bool, *, seq: Any, last: bool, **__: Any) -> bool:
         return not last and seq.chunks % every == 0
@@ -54,8 +55,8 @@ def sent_too_early(engine: Any, every: int) -> None:
     every=3,
 )
 def failure_swallowed(engine: Any, every: int) -> None:
-    """One request in `every` fails to move its pages; the failure is logged and decode goes on with what its pages held. HTTP
-    200, and an answer as if there had been no prompt, or another one."""
+    """One request in `every` fails to move its pages; the failure is logged and decode goes on with what its pages
+    held. HTTP 200, and an answer as if there had been no prompt, or another one."""
     requests: list[str] = []
 
     def drop(names: tuple[str, ...], *, chunk: Any, **_: Any) -> tuple[str, ...]:

@@ -12,9 +12,9 @@ from typing import Any
 class Fault:
     """One class of fault that the lab can plant.
 
-    `parameters` are names with default values (whole numbers, mostly); `strengths` are parameter sets from mild to severe;
-    `install(engine, **parameters)` hooks the fault into an engine. `roles`: the engines it acts in. `lookalike`: not a fault
-    of the cache, but easily taken for one.
+    `parameters` are names with default values (whole numbers, mostly); `strengths` are parameter sets from mild to
+    severe; `install(engine, **parameters)` hooks the fault into an engine. `roles`: the engines it acts in.
+    `lookalike`: not a fault of the cache, but easily taken for one.
     """
 
     code: str

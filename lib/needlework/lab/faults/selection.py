@@ -18,8 +18,9 @@ from .registry import fault
     stash=2,
 )
 def stash_overflows(engine: Any, stash: int) -> None:
-    """A first, coarse pass puts nearly all scores of a real row in one bucket; the list for that bucket holds `stash` times k
-    candidates, and later arrivals vanish. Arrival is by thread, so it changes from run to run. Exact up to the list's size."""
+    """A first, coarse pass puts nearly all scores of a real row in one bucket; the list for that bucket holds `stash`
+    times k candidates, and later arrivals vanish. Arrival is by thread, so it changes from run to run. Exact up to
+    the list's size."""
     size, runs = stash * engine.geometry.top_k, count()
 
     def lose(picked: torch.Tensor, *, scores: torch.Tensor, lengths: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -43,8 +44,8 @@ def stash_overflows(engine: Any, stash: int) -> None:
     k=0,
 )
 def wrong_budget(engine: Any, divisor: int, k: int) -> None:
-    """One consumer of the selection has a smaller constant for its size than the indexer (top-k / divisor, or k): it reads
-    the first entries of the list and never sees the others. Right up to ratio x k tokens and in the window."""
+    """One consumer of the selection has a smaller constant for its size than the indexer (top-k / divisor, or k): it
+    reads the first entries of the list and never sees the others. Right up to ratio x k tokens and in the window."""
     budget = k or max(1, engine.geometry.top_k // divisor)
 
     def cut(picked: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -61,8 +62,8 @@ def wrong_budget(engine: Any, divisor: int, k: int) -> None:
     dims=120,
 )
 def rotated_apart(engine: Any, dims: int) -> None:
-    """The query's first `dims` numbers are paired in halves where the keys' are interleaved, so their product says nothing.
-    What stays of the score decides: near needles and short prompts survive, long ones are lost gradually."""
+    """The query's first `dims` numbers are paired in halves where the keys' are interleaved, so their product says
+    nothing. What stays of the score decides: near needles and short prompts survive, long ones are lost gradually."""
 
     def pair(queries: tuple[torch.Tensor, torch.Tensor], **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, index_q = queries[0], queries[1].clone()
@@ -86,8 +87,9 @@ def rotated_apart(engine: Any, dims: int) -> None:
     residue=3,
 )
 def residue_of_the_length(engine: Any, period: int, residue: int) -> None:
-    """Where the prompt's length leaves `residue` in `period`, the last, incomplete tile is taken for the whole row: complete
-    tiles before it are skipped. Neighbouring lengths are healthy, and every length gives the same result each time."""
+    """Where the prompt's length leaves `residue` in `period`, the last, incomplete tile is taken for the whole row:
+    complete tiles before it are skipped. Neighbouring lengths are healthy, and every length gives the same result
+    each time."""
     entries = engine.geometry.page_entries
 
     def tail(lengths: torch.Tensor, *, seqs: list[Any], **_: Any) -> torch.Tensor:
