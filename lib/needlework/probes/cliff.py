@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
 from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
@@ -120,8 +122,9 @@ def find_cliff(
         place = _place(rows, edge) if edge is not None and from_end is not None else None
         interval = (edge, edge + 1) if edge is not None else found.interval
         constants = tuple(constants_in(interval, config)) if found.state == "cliff" else ()
-        if place is not None:  # where the needle stands, to one compressed group
-            near = constants_in((place - 4, place + 4), config)
+        if place is not None:  # the value covers some tokens from its place on, and keys are made of groups of tokens
+            width = len(rows[-1]["expected"] or "") + int(np.max((config or {}).get("ratio", 1)))
+            near = constants_in((place, place + width), config)
             constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
         if judged is not None and not judged.passed:
             sentence, verdict = harness_sentence(judged), "harness"

@@ -50,7 +50,7 @@ def turns(
 
     `length` is the size of the first turn in tokens and `depth` the fact's place in it. Continued means that each turn
     is sent when the one before was answered, so the server may use its prefix cache; re-sent means the same messages
-    once more under a salt (or, where no salt is honoured, with a new first line). `.table` has one row a shape and mode.
+    once more under a salt (where none is honoured, with a new first line). `.table` has one row a shape and mode.
     """
     for shape in shapes:
         if shape not in SHAPES:

@@ -1,0 +1,159 @@
+# %% [markdown]
+# # Reproduce the symptom
+#
+# Can we make it forget? Follow-up turns, an interruption, and coherent text that remembers nothing.
+#
+# **You will do**: tell a fact in one turn and ask for it in a later one, interrupt a request, and measure how coherent the
+# text is while recall fails.
+#
+# **You will learn**: why a coherence check passes on a deployment that forgets, and why asking again may hide the failure.
+#
+# **You need**: nothing for the default target.
+
+# %% [markdown]
+# ## Start
+
+# %%
+import contextlib
+
+import pandas as pd
+from needlework import probes, workbook
+
+start = workbook.start("Reproduce the symptom")
+
+# %% tags=["parameters"]
+incident = "context-loss"  # a folder under data/incidents
+target = "lab"  # lab, lab:combined,pd:healthy, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
+short, long, depth = 1024, 6144, 0.6  # first turns of two sizes in tokens, and the fact's place in them
+repeats = 1
+run = ""  # folder for the journal: a run that was stopped goes on from it
+seed = 0
+
+# %%
+bundle = workbook.incident(incident)
+session = contextlib.ExitStack()
+opened = session.enter_context(workbook.open_target(target, incident=bundle))
+opened
+
+# %% [markdown]
+# The report of the incident says: *single turns read well; a follow-up on a long conversation is answered as if nothing
+# had been said.* The arm that users talked to is the last one of the target.
+
+# %%
+arm = list(opened.arms)[-1]
+endpoint = opened.arms[arm]
+print(f"examined arm: {arm}")
+
+# %% [markdown]
+# ## Tell, talk, ask
+#
+# Three shapes of a conversation: a fact and then the question; the same with small talk between; and the shape of the
+# incident, where a long piece of work is interrupted and the next message is "To a file." Each is played twice: *continued*
+# turn by turn, as a chat does, and *re-sent* as one cold request with the same messages, as an agent does after its cache
+# was evicted.
+#
+# Guess: will a short first turn be remembered? A long one? In both forms?
+
+# %%
+options = {"arm": arm, "depth": depth, "repeats": repeats, "seed": seed}
+talks = {n: probes.turns(endpoint, run or None, length=n, **options) for n in (short, long)}
+for n, talk in talks.items():
+    print(f"first turn of {n:,} tokens. {talk}")
+
+# %%
+by_shape = pd.concat([talk.table.assign(first_turn=n) for n, talk in talks.items()])
+columns = ["first_turn", "shape", "mode", "hits", "measured", "low", "high", "cached_tokens"]
+workbook.tables.table(
+    by_shape[columns], "Follow-up questions: hits with their 95 % interval", formats={"low": "{:.2f}", "high": "{:.2f}"}
+)
+
+# %% [markdown]
+# Read the rows in pairs. *Continued* and *re-sent* are the same messages; what differs is `cached_tokens`. Where one form
+# is answered and the other is not, the text can be read and the model is able: the loss depends on how the cache was
+# filled.
+
+# %%
+counts = by_shape.groupby(["first_turn", "mode"])[["hits", "measured"]].sum()
+fig = workbook.figures.heat_map(
+    (counts["hits"] / counts["measured"]).unstack("mode"), value="remembered", limits=(0, 1), fmt="{:.2f}"
+)
+workbook.figures.show(
+    fig,
+    alt="Share of follow-up questions that were answered, by size of the first turn and by form: "
+    + ", ".join(f"{n} {mode} {int(r.hits)} of {int(r.measured)}" for (n, mode), r in counts.iterrows()),
+)
+
+# %% [markdown]
+# ## The interruption itself
+#
+# Is it the interruption that breaks the session? Requests are dropped during prefill and during decoding; then a bystander
+# that ran beside each, the same prompt again, and a fresh prompt are graded. They are short enough to be answered
+# by this arm in any case, so a miss would be the interruption's doing.
+
+# %%
+interrupted = probes.abort(
+    endpoint, run or None, stages=("prefill", "decode"), rounds=1, length=2048, arm=arm, seed=seed
+)
+interrupted
+
+# %%
+assert interrupted.verdict in ("healthy", "not proven"), str(interrupted)
+
+# %% [markdown]
+# Few trials, so the intervals are wide: they exclude that interruptions are the main cause, not that one in ten of them
+# does harm. More rounds would narrow that (`rounds=20`).
+
+# %% [markdown]
+# ## Why nobody noticed: the text is coherent
+#
+# The deployment had passed a coherence check: the ratio of a text's size to its compressed size. A loop compresses well
+# (ratio above four), prose does not. The same notes are now used for both: free text, and the question for the fact.
+
+# %%
+check = probes.coherence(endpoint, run or None, lengths=(short, long), repeats=2, depth=depth, arm=arm, seed=seed)
+workbook.tables.table(
+    check.table,
+    "Coherence beside recall on the same notes",
+    formats=dict.fromkeys(("gzip_ratio", "low", "high"), "{:.2f}"),
+)
+
+# %%
+loops, texts = int(check.table["loops"].sum()), int(check.table["texts"].sum())
+assert loops == 0 and texts == 4, "this deployment also loops: look at coherence first"
+print(check)
+
+# %% [markdown]
+# None of the four texts is a loop at either length. Coherence is a statement about the last few words; recall is one about
+# the whole prompt. The first says nothing about the second.
+
+# %% [markdown]
+# ## What we found
+
+# %%
+lost = {n: talk for n, talk in talks.items() if talk.verdict == "finding" or (talk.table["hits"] == 0).any()}
+forgets = check.table.set_index("target_tokens")["hits"]
+if lost:
+    modes = sorted({m for talk in lost.values() for m in talk.table[talk.table["hits"] == 0]["mode"]})
+    verdict = (
+        f"Reproduced on {arm}: with a first turn of {', '.join(f'{n:,}' for n in lost)} tokens the fact is lost when the "
+        f"messages are {' and '.join({'continue': 'continued', 'resend': 're-sent cold'}[m] for m in modes)}."
+    )
+else:
+    verdict = f"Healthy: {arm} remembers the first turn at both lengths and in both forms."
+print(verdict)
+
+# %%
+session.close()
+assert set(talks[short].table["hits"]) == {repeats}, "even a short first turn is forgotten: look at the harness first"
+assert bool(lost) == bool(forgets[long] < 2), "turns and single questions disagree"
+
+# %% [markdown]
+# ## What would change our mind
+#
+# * A short first turn that is forgotten as well: then length is not the matter, and the chat template is the first suspect.
+# * Bystanders or follow-ups that fail after an interruption: then the lifetime of pages is.
+# * Loops in the text: then numbers in the cache are broken, which is another class of fault.
+#
+# ## Next
+#
+# [03_recall_vs_length](03_recall_vs_length.ipynb): where does recall fall, and how sharply?

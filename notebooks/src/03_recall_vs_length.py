@@ -1,0 +1,196 @@
+# %% [markdown]
+# # Measure recall against length
+#
+# Where does recall fall, how sharply, and with what interval?
+#
+# **You will do**: ask for one planted value at several lengths and depths on every arm, then let an adaptive search place
+# its prompts where they tell most.
+#
+# **You will learn**: what six hits out of six are worth, why a fine grid is a poor way to find an edge, and how to read an
+# edge against the constants of the deployment.
+#
+# **You need**: nothing for the default target.
+
+# %% [markdown]
+# ## Start
+
+# %%
+import contextlib
+
+import numpy as np
+import pandas as pd
+from needlework import analysis, probes, workbook
+
+start = workbook.start("Measure recall against length")
+
+# %% tags=["parameters"]
+incident = "context-loss"  # a folder under data/incidents
+target = "lab"  # lab, lab:combined,pd:healthy, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
+lengths = (512, 1024, 2048, 4096, 6144)  # prompt tokens
+depths = (0.1, 0.5, 0.9)  # where the needle lies
+low, high, tolerance = 512, 8192, 0.15  # range and relative tolerance of the search
+from_end = 256  # tokens between needle and question in the search
+config = {"topk": 512, "ratio": 4, "window": 128, "chunk": 2048}  # constants to hold an edge against
+run = ""  # folder for the journal: a run that was stopped goes on from it
+seed = 0
+
+# %%
+bundle = workbook.incident(incident)
+session = contextlib.ExitStack()
+opened = session.enter_context(workbook.open_target(target, incident=bundle))
+opened
+
+# %% [markdown]
+# ## What is asked
+#
+# A prompt is a page of own records (log lines, stock notes, minutes, comments) with one fact among them, and a question
+# for its value. Text, key and value change with the seed, the first line differs in every prompt, and the length is exact
+# to the token as the endpoint itself counts it. Here is a small one:
+
+# %%
+example = probes.PromptSpec(300, depth=0.5, seed=seed)
+text, before = probes.prompts.assemble(example, n_lines=4, pad=3)
+print(text)
+
+# %% [markdown]
+# ## Guess first
+#
+# Draw the curve before you measure it: at which length will each arm start to fail, at once or gradually, and at every
+# depth alike? Three planted values a length is little; the bars will say how little.
+
+# %%
+grids = {
+    arm: probes.recall(opened.arms[arm], run or None, lengths=lengths, depths=depths, arm=arm, seed=seed)
+    for arm in opened.arms
+}
+for arm, grid in grids.items():
+    print(f"{arm}: {grid}")
+
+# %% [markdown]
+# Before anything is believed, the controls: a fact in a short prompt, in the question itself and at the end must be
+# found, and a fact that was never given must not be. Where they fail the result says *harness*, not *recall*.
+
+# %%
+assert all(grid.verdict != "harness" for grid in grids.values()), (
+    "the controls failed: nothing can be said about recall"
+)
+trials = analysis.trials.concat([grid.trials for grid in grids.values()])
+fig = workbook.figures.recall_curve(trials, edges={"top-k x ratio": config["topk"] * config["ratio"]})
+workbook.figures.show(
+    fig,
+    alt="Recall against prompt length with Wilson intervals: "
+    + "; ".join(
+        f"{arm}, {int(g.table['hits'].sum())} of {int(g.table['measured'].sum())} found" for arm, g in grids.items()
+    ),
+)
+
+# %% [markdown]
+# The bars are 95 % Wilson intervals; a wide bar is drawn faint because it proves little. The axis is the length that the
+# endpoint reported, not the one that was wished for.
+
+# %%
+table = workbook.figures.recall_table(trials)
+workbook.tables.table(table, "Recall by arm and length", formats=dict.fromkeys(("recall", "low", "high"), "{:.2f}"))
+
+# %% [markdown]
+# ### What a full cell is worth
+#
+# Three of three looks like certainty. The interval says what it excludes.
+
+# %%
+print(
+    analysis.intervals.sentence(3, 3), "·", analysis.intervals.sentence(6, 6), "·", analysis.intervals.sentence(48, 50)
+)
+
+# %%
+assert round(analysis.wilson(3, 3).low, 2) == 0.44 and round(analysis.wilson(6, 6).low, 2) == 0.61
+
+# %% [markdown]
+# So three hits at one length say only "above 44 %", and six say "above 61 %". More repeats on this coarse grid would
+# narrow the bars, but not the place of the edge: that lies anywhere between two grid lengths.
+
+# %% [markdown]
+# ## Where exactly?
+#
+# The search keeps the needle at a fixed distance from the question and asks next where the answer tells most about the
+# edge: first a ladder over the whole range, then single prompts near the edge, then five on each side to confirm. A sharp
+# edge takes about 20 prompts to 5 %, a gradual one about 50 to 15 %; a grid of 200 prompts would do worse.
+
+# %%
+weakest = min(grids, key=lambda arm: grids[arm].table["hits"].sum() / max(1, grids[arm].table["measured"].sum()))
+cliff = probes.find_cliff(
+    opened.arms[weakest], run or None, arm=weakest, low=low, high=high, from_end=from_end, tolerance=tolerance,
+    batch=1, config=config, seed=seed,
+)  # fmt: skip
+cliff
+
+# %%
+asked = cliff.trials.assign(target_tokens=2 ** (np.round(np.log2(cliff.trials["prompt_tokens"]) * 6) / 6))
+placed = asked.assign(hit=asked["outcome"].eq("exact")).groupby("target_tokens")["hit"].agg(["sum", "count"])
+fig = workbook.figures.recall_curve(asked.assign(prompt_tokens=asked["target_tokens"]), title=f"{weakest}: search")
+workbook.figures.show(
+    fig,
+    alt=f"Recall of the search's {len(asked)} prompts in bins of a sixth of an octave: {int(placed['sum'].sum())} found; "
+    f"verdict: {cliff.cliff.state}.",
+)
+
+# %% [markdown]
+# The search spent its prompts where the curve bends, so the bars there are narrow and elsewhere wide. That is the point.
+
+# %%
+found = cliff.cliff
+inside = [c for c in cliff.constants if c.specific][:4]
+rows = [{"constant": c.value, "as": c.formula} for c in inside]
+shown = pd.DataFrame(rows or [{"constant": None, "as": "no cliff, or no known constant in its interval"}])
+workbook.tables.table(
+    shown, "Constants of the deployment that lie in the interval of the edge", formats={"constant": "{:,.0f}"}
+)
+
+# %% [markdown]
+# A constant in the interval is a lead, not a proof: a wide interval always holds some. What is certain is the other
+# direction. A sparse indexer that keeps k compressed keys of `ratio` tokens selects *every* key of a prompt of at most
+# k × ratio tokens, so nothing that it scores wrongly can be lost below that length. If the fall begins there, suspect what
+# the indexer reads.
+
+# %%
+budget = config["topk"] * config["ratio"]
+marks = pd.concat([trials[trials["arm"] == weakest], cliff.trials])
+short = marks[marks["prompt_tokens"] <= budget]
+hits, measured = int(analysis.hits(short).sum()), int(analysis.hits(short).count())
+print(f"{weakest}, prompts of at most {budget:,} tokens: {analysis.intervals.sentence(hits, measured)}")
+
+# %% [markdown]
+# ## What we found
+
+# %%
+sick = [arm for arm, grid in grids.items() if grid.verdict == "finding"]
+if sick:
+    whole = [arm for arm in grids if arm not in sick]
+    beside = f" {', '.join(whole)} keeps it at every length." if whole else ""
+    verdict = f"Recall is lost with length on {', '.join(sick)}. {cliff}{beside}"
+elif cliff.healthy:
+    verdict = (
+        f"Healthy: no arm loses recall up to {max(lengths):,} tokens, and the search finds no cliff up to {high:,}."
+    )
+else:
+    verdict = f"Not proven: {cliff}"
+print(verdict)
+
+# %%
+session.close()
+assert bool(sick) == (cliff.verdict == "finding"), "grid and search disagree"
+
+# %% [markdown]
+# The sentence is computed from this run. It says where recall falls and on which arm. It does not say why: a length is a
+# symptom that many mechanisms share.
+#
+# ## What would change our mind
+#
+# * Misses of kind *cut* or *reasoning only*: then the answer's budget was too short, and nothing was measured.
+# * A realised length that differs from the wished one: then the server cut the prompt, and the model never saw the fact.
+# * A hole: recall that comes back at greater lengths is no cliff; look for a pattern first.
+#
+# ## Next
+#
+# [04_recall_patterns](04_recall_patterns.ipynb): does it depend on depth, length residue, warm cache, concurrency or the
+# number of requests?

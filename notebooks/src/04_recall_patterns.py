@@ -1,0 +1,176 @@
+# %% [markdown]
+# # Look for the pattern of the loss
+#
+# Does it depend on depth, length residue, warm cache, concurrency, or the number of requests?
+#
+# **You will do**: run five short instruments on the arm that loses recall, each made for one pattern.
+#
+# **You will learn**: that a round grid of lengths is blind to a comb, that "warm" has to be proved, and how a pattern
+# excludes whole classes of mechanisms.
+#
+# **You need**: nothing for the default target.
+
+# %% [markdown]
+# ## Start
+
+# %%
+import contextlib
+
+import pandas as pd
+from needlework import analysis, probes, workbook
+
+start = workbook.start("Look for the pattern of the loss")
+
+# %% tags=["parameters"]
+incident = "context-loss"  # a folder under data/incidents
+target = "lab:pd"  # lab:pd, lab:pd:healthy, lab:pd:F07, vllm:pd, http://…, or recorded:<run>
+length = 6144  # a length at which recall was seen to fail, in prompt tokens
+depths = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+residues_at, period = 900, 8  # a length at which recall holds, and the longest period to look for
+run = ""  # folder for the journal: a run that was stopped goes on from it
+seed = 0
+
+# %%
+bundle = workbook.incident(incident)
+session = contextlib.ExitStack()
+opened = session.enter_context(workbook.open_target(target, incident=bundle))
+arm = list(opened.arms)[-1]
+ask = {"arm": arm, "seed": seed}
+endpoint = opened.arms[arm]
+opened
+
+# %% [markdown]
+# ## Guess first
+#
+# Five questions, five guesses. Where in a long prompt is a fact lost: early, late, in the middle, everywhere? Do
+# neighbouring lengths behave alike? Does the same prompt fail again? Do crowded requests fail more? Do later ones?
+
+# %% [markdown]
+# ## Depth
+#
+# A window, a chunk or a transfer cuts the prompt at a token; a weak model fades. The picture of the depths tells them
+# apart.
+
+# %%
+depth = probes.depth_profile(endpoint, run or None, length=length, depths=depths, repeats=1, **ask)
+marks = depth.trials.assign(found=analysis.hits(depth.trials)).sort_values("depth")
+fig = workbook.figures.heat_map(
+    marks.set_index("depth")[["found"]].T, value="found", limits=(0, 1), fmt="{:.0f}", title=f"{arm}, {length:,} tokens"
+)
+workbook.figures.show(
+    fig,
+    alt="Found (1) or not (0) by depth of the needle: "
+    + ", ".join(f"{row.depth:.1f} {'found' if row.found else 'lost'}" for row in marks.itertuples()),
+)
+
+# %%
+places = marks[["depth", "needle_token", "outcome"]]
+workbook.tables.table(
+    places, "Place of the asked value, in tokens from the start", formats={"depth": "{:.1f}", "needle_token": "{:,.0f}"}
+)
+
+# %% [markdown]
+# `needle_token` is where the value stands. If the places that hold and the places that fail are separated by one number,
+# that number is a boundary of something: compare it with the chunk size, the window, the page.
+
+# %%
+kept, lost = (set(marks[marks["found"] == f]["needle_token"].astype(int)) for f in (1, 0))
+edge = (max((t for t in kept if t < min(lost)), default=0), min(lost)) if lost else None
+print("no place is lost" if edge is None else f"the first loss lies between tokens {edge[0]:,} and {edge[1]:,}")
+
+# %% [markdown]
+# ## Residue of the length
+#
+# Compression works in groups, pages hold 64 entries, tiles have edges: a fault there hits one length in 4, 8 or 128, and
+# lengths such as 1,000 and 2,000 never meet it. So every length of a period is asked once, cold and again warm, and any
+# suspect is asked again at new lengths.
+
+# %%
+comb = probes.scan_residues(endpoint, run or None, start=residues_at, period=period, **ask)
+workbook.tables.table(comb.table, f"Residues of the length modulo up to {period}, from {residues_at} tokens on")
+
+# %%
+assert comb.combs["start", "cold"].requests >= period, "not every residue was asked"
+print(comb)
+
+# %% [markdown]
+# ## Warm against cold
+#
+# Each prompt is sent twice. The second send counts as warm only if the endpoint reports cached tokens for at least half of
+# it; a warm arm that was in fact cold has fooled many.
+
+# %%
+warmth = probes.warm_cold(endpoint, run or None, lengths=(2000, length), repeats=2, depth=0.6, **ask)
+bounds = {"low": "{:.2f}", "high": "{:.2f}"}
+workbook.tables.table(warmth.table, "The same prompts cold and warm, with proof", formats=bounds)
+
+# %%
+proved = warmth.details["proved"]
+assert proved >= 2, "warm was not reached, so this section proves nothing"
+print(warmth)
+
+# %% [markdown]
+# Two outcomes matter. Lost only when warm: the cached prefix lacks something. Lost only when cold: whatever fills
+# the cache the first time loses something, and a second send hides it.
+
+# %% [markdown]
+# ## Concurrency and request count
+#
+# The same short prompts alone and four at a time, then a canary that is asked again and again. Foreign content in an
+# answer would be the worst finding of all: no rounding can produce it.
+
+# %%
+crowd = probes.echo(endpoint, run or None, trials=8, concurrency=4, lengths=(512,), **ask)
+canary = probes.drift(endpoint, run or None, canaries=10, length=512, **ask)
+print(crowd)
+print(canary)
+
+# %%
+assert crowd.details["foreign"] == 0, "an answer holds another request's value"
+
+# %% [markdown]
+# ## The five patterns side by side
+
+# %%
+results = {"depth": depth, "residue": comb, "warm or cold": warmth, "concurrency": crowd, "request count": canary}
+summary = pd.DataFrame(
+    [{"pattern": name, "verdict": r.verdict, "what was seen": str(r)} for name, r in results.items()]
+)
+workbook.tables.table(summary, f"Patterns of recall on {arm}")
+
+# %% [markdown]
+# A pattern that is absent excludes as much as one that is present includes: no comb, so partial groups are not the matter; no
+# dependence on load, so races and foreign pages are unlikely; a clean cut by place, so the model's fading is not either.
+
+# %% [markdown]
+# ## What we found
+
+# %%
+names = [name for name, r in results.items() if r.verdict == "finding"]
+cold_only = warmth.details["discordant"][1] > warmth.details["discordant"][0]
+if edge is not None:
+    healed = " The same prompt sent again is answered: a warm prefix hides the loss." if cold_only else ""
+    verdict = (
+        f"On {arm} at {length:,} tokens recall depends on the place of the fact: held up to token {edge[0]:,}, first lost "
+        f"at {edge[1]:,}.{healed}"
+    )
+elif names:
+    verdict = f"On {arm} recall depends on: {', '.join(names)}."
+else:
+    verdict = f"Healthy: none of the five patterns is seen on {arm}."
+print(verdict)
+
+# %%
+session.close()
+assert verdict.startswith("Healthy") == (edge is None and not names)
+
+# %% [markdown]
+# ## What would change our mind
+#
+# * A comb at a longer period: this scan saw periods up to the parameter only; 128 takes about 140 prompts a pass.
+# * A needle that is lost early as well, at greater lengths: then the boundary is not a place but a budget.
+# * Misses that appear only after hundreds of requests: raise `canaries`.
+#
+# ## Next
+#
+# [05_fp8_pages](05_fp8_pages.ipynb): what is in a KV page, and did it survive the journey?
