@@ -211,11 +211,16 @@ def indexer_logits(
 
 
 def logits_config(rows: int, width: int, processors: int) -> dict[str, int]:
-    """Block sizes for a launch of `rows` x `width`: page by page where the copy engine can, and as many programs as the
-    device holds at once (eight on each multiprocessor), so that all of them start together and none waits."""
+    """Block sizes for a launch of `rows` x `width`, as measured on an H200 (benchmarks/kernels.py --sweep).
+
+    Page by page where the copy engine can: as many programs as the device holds at once (eight a multiprocessor), so
+    that all start together; with more than 16 pages for each, deeper buffers and two rounds of six a multiprocessor.
+    """
     if INTERPRETED:
         return {"BLOCK": 256, "STEPS": 64, "STAGES": 1}
     if not LAUNCH["PDL"]:  # no copy engine either
         return {"BLOCK": 128, "STEPS": 8, "STAGES": 3, "num_warps": 4}
-    programs = max(1, 8 * processors // rows)
-    return {"BLOCK": 64, "STEPS": max(1, triton.cdiv(width // 64, programs)), "STAGES": 2, "num_warps": 4}
+    pages = triton.cdiv(width, 64)
+    stages, programs = (2, 8 * processors) if rows * pages <= 16 * 8 * processors else (3, 12 * processors)
+    steps = max(1, triton.cdiv(pages, max(1, programs // rows)))
+    return {"BLOCK": 64, "STEPS": steps, "STAGES": stages, "num_warps": 4}

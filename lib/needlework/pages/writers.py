@@ -54,7 +54,9 @@ class Writer:
         amax = x.abs().amax(-1)
         if self.floor_on == "amax":
             amax = amax.clamp(min=self.floor)
-        scale = amax * torch.tensor(1 / largest, device=x.device) if self.scaled_by_reciprocal else amax / largest
+        # a tensor divides truly everywhere; CUDA divides by a Python number through its reciprocal
+        divisor = torch.tensor(largest, dtype=torch.float32, device=x.device)
+        scale = amax * torch.tensor(1 / largest, device=x.device) if self.scaled_by_reciprocal else amax / divisor
         if self.floor_on == "scale":
             scale = scale.clamp(min=self.floor)
         if scale_format == "e4m3fn":  # the scale itself is rounded to e4m3, never to zero
