@@ -1,10 +1,17 @@
-"""What bytes lie in a KV cache: layouts, encode and decode, findings."""
+"""What bytes lie in a KV cache: layouts, encode and decode, findings. Findings load on first use (they need pandas)."""
 
-from .findings import diagnose, page_digests
-from .inspect import identify
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .io import Dump, read, write_dump
 from .layouts import LAYOUTS, Field, Layout, layout_of
-from .transfer import compare, compare_dumps
+
+if TYPE_CHECKING:
+    from .findings import diagnose, page_digests
+    from .inspect import identify
+    from .transfer import compare, compare_dumps
 
 __all__ = [
     "LAYOUTS",
@@ -20,3 +27,17 @@ __all__ = [
     "read",
     "write_dump",
 ]
+
+_HOMES = {
+    "compare": "transfer",
+    "compare_dumps": "transfer",
+    "diagnose": "findings",
+    "identify": "inspect",
+    "page_digests": "findings",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
