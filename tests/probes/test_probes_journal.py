@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
-from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
+import probe_kills
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.analysis import load_trials
 from needlework.probes import Journal, Recorded, recall
-
-WORKER = """
-import sys
-from needlework.probes import recall
-recall(sys.argv[1], sys.argv[2], lengths=(200, 300, 400), depths=(0.2, 0.5, 0.8), repeats=2, concurrency=4,
-       controls=False)
-"""
 
 
 def row(i, outcome="exact"):
@@ -81,49 +69,17 @@ def test_two_writers_are_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
         Recorded(tmp_path / "none")
 
 
-def start(url, run):
-    return subprocess.Popen([sys.executable, "-c", WORKER, url, str(run)], stderr=subprocess.DEVNULL)
-
-
 def test_kills_lose_nothing_and_repeat_only_what_was_in_flight(tmp_path):
-    run, kills, flight = tmp_path / "run", 0, 4
-    dice = random.Random(3)
-    with mock_endpoint(delay_s=0.02) as mock:
-        reference = tmp_path / "reference"
-        options = {"lengths": (200, 300, 400), "depths": (0.2, 0.5, 0.8), "repeats": 2, "concurrency": 4}
-        recall(mock.base_url, reference, controls=False, **options)
-        mock.requests.clear()
-        written: dict[str, dict] = {}
-        while kills < 3:
-            worker = start(mock.base_url, run)
-            lines = run / "trials.jsonl"
-            wanted = len(written) + dice.randrange(2, 6)
-            deadline = time.time() + 20
-            while worker.poll() is None and time.time() < deadline:
-                if lines.exists() and lines.read_bytes().count(b"\n") >= wanted:
-                    break
-                time.sleep(0.002)
-            time.sleep(dice.random() * 0.02)
-            if worker.poll() is not None:
-                break
-            os.kill(worker.pid, signal.SIGKILL)
-            worker.wait()
-            kills += 1
-            now = {r["trial_id"]: r for r in map(json.loads, lines.read_bytes().split(b"\n")[:-1])}
-            assert written.items() <= now.items()  # what was on disk stays, unchanged
-            written = now
-        assert kills >= 2
-        final = start(mock.base_url, run)
-        assert final.wait(60) == 0
-        trials = list(map(json.loads, (run / "trials.jsonl").read_text().splitlines()))
-        wanted_ids = {r["trial_id"] for r in map(json.loads, (reference / "trials.jsonl").read_text().splitlines())}
-        assert {r["trial_id"] for r in trials} == wanted_ids and len(trials) == len(wanted_ids)
-        sends = Counter(r["messages"][0]["content"] for r in mock.chats)
-        again = sum(n - 1 for n in sends.values())
-        assert again <= flight * kills
-        before = len(mock.chats)
-        assert start(mock.base_url, run).wait(60) == 0
-        assert len(mock.chats) == before  # a finished run sends nothing
+    tally = probe_kills.kill_runs(tmp_path, 4, seed=3)
+    assert tally.kills == 4 and (tally.lost, tally.changed, tally.excess) == (0, 0, 0)
+
+
+def test_the_kill_test_sees_a_journal_that_loses_lines(tmp_path, monkeypatch):
+    seen = iter([{"a": {"probe": "recall"}}, {}])
+    monkeypatch.setattr(probe_kills, "rows_of", lambda run: next(seen, {}))
+    monkeypatch.setattr(probe_kills, "kill_one", lambda *_: True)
+    monkeypatch.setattr(probe_kills, "start", lambda *_: SimpleNamespace(wait=lambda s: 0))
+    assert probe_kills.kill_runs(tmp_path, 2).lost > probe_kills.TRIALS
 
 
 def test_recorded_run_answers_without_a_server(tmp_path):
