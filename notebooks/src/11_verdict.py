@@ -15,6 +15,7 @@
 
 # %%
 import json
+import os
 
 from needlework import analysis, probes, workbook
 
@@ -40,6 +41,7 @@ print(symptom)
 # share counts once.
 
 # %%
+target = os.environ.get("NEEDLEWORK_TARGET") or target
 if target == "recorded":
     tables = {name: analysis.load_trials(bundle.run(name)) for name in bundle.run_names}
 else:

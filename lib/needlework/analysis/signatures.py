@@ -118,8 +118,9 @@ SIGNATURES: tuple[Signature, ...] = (
         "the harness: token budget, judge or length estimate",
         {
             **_QUIET,
+            "flips_serial": 0.4,
             "budget": 0.85,
-            "judge_wrong": 0.25,
+            "judge_wrong": 0.4,
             "length_estimate": 0.3,
             "controls_fail": 0.25,
             "loss": 0.2,
