@@ -109,3 +109,14 @@ def recorded_gpu(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]
     versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
     said = f"{setting['card']}, {versions}; {recorded['command']}"
     return rows[[column for column in GPU_COLUMNS if column in rows]], said
+
+
+def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
+    """What check() said of each kernel of an operation on a GPU, as recorded: candidate, size, verdict (no rows: none
+    kept)."""
+    path = root() / "data" / "kernels" / f"checks_{name}.json"
+    results = json.loads(path.read_text())["results"] if path.is_file() else []
+    rows = [
+        (r["candidate"], r["size"], r["says"].split(". Not covered")[0]) for r in results if r["operation"] == operation
+    ]
+    return pd.DataFrame(rows, columns=["candidate", "size", "verdict"])

@@ -54,6 +54,11 @@ def library_in_use() -> dict[str, str]:
             if name.startswith("needlework.workbook.") and name.split(".")[2] in NOT_OUTPUT:
                 continue
             found[name] = code_digest(Path(file).read_text("utf-8"))
+    if "needlework.lab.deployment" in sys.modules:  # its server processes import the rest of the room
+        room = Path(str(sys.modules["needlework.lab"].__file__)).parent
+        for path in sorted(room.rglob("*.py")):
+            parts = [p for p in path.relative_to(room).with_suffix("").parts if p != "__init__"]
+            found.setdefault(".".join(["needlework.lab", *parts]), code_digest(path.read_text("utf-8")))
     return found
 
 
