@@ -197,6 +197,10 @@ gpu, setting = kernel_figures.recorded_gpu("indexer_logits")
 print(setting)
 workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
 
+# %%
+checked = kernel_figures.recorded_checks("indexer_logits")
+workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay and a second stream included")
+
 # %% [markdown]
 # ## What this check cannot see
 

@@ -207,6 +207,10 @@ gpu, setting = kernel_figures.recorded_gpu("select_topk")
 print(setting)
 workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
 
+# %%
+checked = kernel_figures.recorded_checks("select_topk")
+workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay and a second stream included")
+
 # %% [markdown]
 # ## What this check cannot see
 

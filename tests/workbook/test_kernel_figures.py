@@ -33,3 +33,9 @@ def test_recorded_rows_are_read_and_their_absence_is_said(tmp_path, monkeypatch)
     (tmp_path / "data" / "kernels" / "h200.json").write_text(json.dumps(recorded))
     rows, said = kernel_figures.recorded_gpu("select_topk")
     assert rows["median_us"].tolist() == [30.0] and "bytes" not in rows and said == "a card, torch 2; c"
+    assert kernel_figures.recorded_checks("select_topk").empty
+    kept = {
+        "results": [{"candidate": "x", "operation": "select_topk", "size": "full", "says": "x agrees. Not covered: y."}]
+    }
+    (tmp_path / "data" / "kernels" / "checks_h200.json").write_text(json.dumps(kept))
+    assert kernel_figures.recorded_checks("select_topk")["verdict"].tolist() == ["x agrees"]
