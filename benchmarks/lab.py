@@ -1,6 +1,6 @@
 """The lab's figures: exact recall of a healthy engine, first-token latency against length, decode rate, memory.
 
-python benchmarks/lab.py recall [trials]     # default 432
+python benchmarks/lab.py recall [end] [start]     # trials start … end-1; default 424, all
 python benchmarks/lab.py speed
 """
 
@@ -48,21 +48,20 @@ def ask(engine: Engine, prompt: Prompt, max_tokens: int = 64) -> tuple[str, list
     return "".join(event.text for event in events), events, times
 
 
-def recall(trials: int, together: int = 8) -> None:
+def recall(trials: int, start: int = 0, together: int = 8) -> None:
     """Exact answers and right refusals, by length; `together` requests at a time share the engine's batch."""
     engine = Engine("v4")
-    r = Random(20)
     rows = []
     lengths = [length for length, share in zip(LENGTHS, SHARES, strict=True) for _ in range(share)]
     genres = list(words.GENRES)
-    for first in range(0, trials, together):
+    for first in range(start, trials, together):
         asked: dict[str, Prompt] = {}
         said: dict[str, str] = {}
         for trial in range(first, min(trials, first + together)):
             length = lengths[trial * 29 % len(lengths)]
             spec = PromptSpec(
                 length,
-                depth=r.random(),
+                depth=Random(trial).random(),
                 genre=genres[trial % len(genres)],
                 needle=KINDS[trial // 2 % 3],
                 seed=trial,
@@ -83,6 +82,8 @@ def recall(trials: int, together: int = 8) -> None:
             rows.append([absent, spec.target_tokens, spec.genre, spec.needle, kind])
             if not right:
                 print(f"{rid}: {spec} expected {prompt.expected!r}, answered {said[rid]!r}")
+        done = min(trials, first + together)
+        print(f"{done} of {trials} trials, {sum(row[-1] == 'right' for row in rows)} right", flush=True)
     table = pd.DataFrame(rows, columns=["absent", "length", "genre", "needle", "outcome"])
     for column in ("length", "genre", "needle"):
         print(table.groupby(["absent", column]).outcome.value_counts().unstack(fill_value=0))
@@ -109,4 +110,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["speed"]:
         speed()
     else:
-        recall(int(sys.argv[2]) if len(sys.argv) > 2 else 432)
+        recall(*map(int, sys.argv[2:4])) if len(sys.argv) > 2 else recall(424)
