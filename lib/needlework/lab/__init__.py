@@ -6,7 +6,8 @@ with lab.start(mode="pd", faults=("F14",), geometry="v4") as deployment:
     ...  # deployment.base_url, .prefill_url, .decode_url, .digests(prompt=…), .dump_pages(folder, prompt=…)
 """
 
-from needlework.lab.deployment import Deployment, LabError, start
+from needlework.lab.deployment import Deployment, LabError
+from needlework.lab.starting import start
 from needlework.lab.types import GEOMETRIES
 
 __all__ = ["GEOMETRIES", "Deployment", "LabError", "start"]

@@ -8,7 +8,8 @@ import sys
 import time
 from typing import Any
 
-from needlework.lab.deployment import MODES, ROUTERS, Deployment, LabError, start
+from needlework.lab.deployment import Deployment, LabError
+from needlework.lab.starting import MODES, ROUTERS, start
 from needlework.lab.types import GEOMETRIES
 
 
