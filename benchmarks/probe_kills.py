@@ -2,8 +2,8 @@
 
     python benchmarks/probe_kills.py [--kills 100] [--in-flight 4]
 
-A recall run of 18 trials is started again and again on one folder and killed after a random number of journal lines;
-when a run comes to its end, a new folder is begun. The endpoint is the tests' mock server, which counts what it was sent.
+A recall run is started again and again on one folder and killed after a random number of journal lines; when a run
+comes to its end, a new folder is begun. The endpoint is the tests' mock server, which counts what it was sent.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from mock_endpoint import mock_endpoint
 
-TRIALS = 18
+CELLS = 9  # trials of one repeat
 WORKER = """
 import sys
 from needlework.probes import recall
-recall(sys.argv[1], sys.argv[2], lengths=(200, 300, 400), depths=(0.2, 0.5, 0.8), repeats=2,
+recall(sys.argv[1], sys.argv[2], lengths=(200, 300, 400), depths=(0.2, 0.5, 0.8), repeats=int(sys.argv[4]),
        concurrency=int(sys.argv[3]), controls=False)
 """
 
@@ -54,13 +54,14 @@ def rows_of(run: Path) -> dict[str, dict]:
     return {row["trial_id"]: row for row in map(json.loads, lines)}
 
 
-def start(url: str, run: Path, in_flight: int) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", WORKER, url, str(run), str(in_flight)], stderr=subprocess.DEVNULL)
+def start(url: str, run: Path, in_flight: int, repeats: int) -> subprocess.Popen:
+    argv = [sys.executable, "-c", WORKER, url, str(run), str(in_flight), str(repeats)]
+    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
 
 
-def kill_one(url: str, run: Path, in_flight: int, dice: random.Random) -> bool:
+def kill_one(url: str, run: Path, in_flight: int, repeats: int, dice: random.Random) -> bool:
     """Start a worker and kill it a few lines on; True if it was killed, False if it came to its end first."""
-    worker = start(url, run, in_flight)
+    worker = start(url, run, in_flight, repeats)
     wanted = len(rows_of(run)) + dice.randrange(0, 7)
     deadline = time.monotonic() + 60
     while worker.poll() is None and time.monotonic() < deadline:
@@ -76,31 +77,33 @@ def kill_one(url: str, run: Path, in_flight: int, dice: random.Random) -> bool:
     return True
 
 
-def kill_runs(folder: Path, kills: int, *, in_flight: int = 4, seed: int = 0, say: bool = False) -> Tally:
+def kill_runs(
+    folder: Path, kills: int, *, in_flight: int = 4, repeats: int = 2, seed: int = 0, say: bool = False
+) -> Tally:
     """Kill `kills` workers in all; every run is brought to its end before the next begins."""
     tally, dice = Tally(), random.Random(seed)
     while tally.kills < kills:
         run, here = folder / f"run{tally.runs}", 0
         with mock_endpoint(delay_s=0.02) as mock:
             before: dict[str, dict] = {}
-            while tally.kills + here < kills and kill_one(mock.base_url, run, in_flight, dice):
+            while tally.kills + here < kills and kill_one(mock.base_url, run, in_flight, repeats, dice):
                 here += 1
                 now = rows_of(run)
                 tally.lost += len(before.keys() - now.keys())
                 tally.changed += sum(now[k] != before[k] for k in before.keys() & now.keys())
                 before = now
-            if start(mock.base_url, run, in_flight).wait(120) != 0:
+            if start(mock.base_url, run, in_flight, repeats).wait(120) != 0:
                 raise RuntimeError("a run that was killed cannot be finished")
             final = rows_of(run)
             trials = [r for r in final.values() if r["probe"] == "recall"]
-            tally.lost += TRIALS - len(trials) + len(before.keys() - final.keys())
+            tally.lost += CELLS * repeats - len(trials) + len(before.keys() - final.keys())
             tally.torn += (run / "trials.torn").exists()
             sends = Counter(r["messages"][0]["content"] for r in mock.chats)
             again = sum(n - 1 for n in sends.values())
             tally.sent_again += again
             tally.excess += max(0, again - in_flight * here)
             asked = len(mock.chats)
-            start(mock.base_url, run, in_flight).wait(120)
+            start(mock.base_url, run, in_flight, repeats).wait(120)
             tally.excess += len(mock.chats) - asked  # a finished run sends nothing
         tally.kills += here
         tally.runs += 1
@@ -113,12 +116,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--in-flight", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10, help="trials of a run: nine times this")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        tally = kill_runs(Path(folder), args.kills, in_flight=args.in_flight, seed=args.seed, say=True)
+        tally = kill_runs(
+            Path(folder), args.kills, in_flight=args.in_flight, repeats=args.repeats, seed=args.seed, say=True
+        )
     print(
-        f"{tally.kills} kills in {tally.runs} runs of {TRIALS} trials, {args.in_flight} in flight: {tally.lost} trials "
+        f"{tally.kills} kills in {tally.runs} runs of {CELLS * args.repeats} trials, {args.in_flight} in flight: {tally.lost} trials "
         f"lost, {tally.changed} lines changed, {tally.sent_again} sent again ({tally.excess} beyond those in flight), "
         f"{tally.torn} torn lines"
     )

@@ -79,7 +79,7 @@ def test_the_kill_test_sees_a_journal_that_loses_lines(tmp_path, monkeypatch):
     monkeypatch.setattr(probe_kills, "rows_of", lambda run: next(seen, {}))
     monkeypatch.setattr(probe_kills, "kill_one", lambda *_: True)
     monkeypatch.setattr(probe_kills, "start", lambda *_: SimpleNamespace(wait=lambda s: 0))
-    assert probe_kills.kill_runs(tmp_path, 2).lost > probe_kills.TRIALS
+    assert probe_kills.kill_runs(tmp_path, 2).lost > probe_kills.CELLS * 2
 
 
 def test_recorded_run_answers_without_a_server(tmp_path):
