@@ -42,7 +42,7 @@ def test_random_parts_are_gone(tmp_path: Path) -> None:
 
 def test_warnings_lose_their_machine_and_progress_bars_vanish(tmp_path: Path) -> None:
     bar = "  0%|          | 0/4 [00:00<?, ?it/s]\r100%|██████████| 4/4 [00:01<00:00,  3.9it/s]\n"
-    warning = f"/tmp/ipykernel_12/345.py:1: UserWarning: x\n{Path.home()}/y"
+    warning = f"/var/x/ipykernel_12/345.py:1: UserWarning: x\n{Path.home()}/y"
     nb = executed(nbformat.v4.new_output("stream", name="stderr", text=bar + warning))
     text = writer.canonical(nb, STAMP, tmp_path).cells[0].outputs[0].text
     assert text == "<cell>:1: UserWarning: x\n~/y"
