@@ -124,9 +124,9 @@ def main() -> int:
             Path(folder), args.kills, in_flight=args.in_flight, repeats=args.repeats, seed=args.seed, say=True
         )
     print(
-        f"{tally.kills} kills in {tally.runs} runs of {CELLS * args.repeats} trials, {args.in_flight} in flight: {tally.lost} trials "
-        f"lost, {tally.changed} lines changed, {tally.sent_again} sent again ({tally.excess} beyond those in flight), "
-        f"{tally.torn} torn lines"
+        f"{tally.kills} kills in {tally.runs} runs of {CELLS * args.repeats} trials, {args.in_flight} in flight: "
+        f"{tally.lost} trials lost, {tally.changed} lines changed, {tally.sent_again} sent again "
+        f"({tally.excess} beyond those in flight), {tally.torn} torn lines"
     )
     return 1 if tally.lost or tally.changed or tally.excess else 0
 
