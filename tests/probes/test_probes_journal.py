@@ -108,3 +108,5 @@ def test_resume_after_failures_retries_only_those(tmp_path):
             mock.base_url, tmp_path / "run", lengths=(300,), depths=(0.2, 0.5, 0.8), repeats=3, controls=False
         )
         assert len(mock.chats) - sent == 2 and second.table["measured"].sum() == 9
+    trials = load_trials(tmp_path / "run").query("probe == 'recall'")
+    assert len(trials) == 9 and set(trials["outcome"]) == {"exact"}  # of a retried trial the last row counts

@@ -126,6 +126,9 @@ def load_trials(path: str | Path) -> pd.DataFrame:
             raise FileNotFoundError(f"{path.name}/ holds no trials.jsonl; name a run folder or a table of trials")
         rows, torn = _json_lines(journal, forgive_torn=True)
         frame = pd.DataFrame(rows)
+        if "trial_id" in frame.columns:  # a trial that failed on the line was tried again: its last row counts
+            again = frame["trial_id"].notna() & frame["trial_id"].duplicated(keep="last")
+            frame = frame[~again].reset_index(drop=True)
         if torn is not None:
             notes.append(
                 f"the last line of {path.name}/trials.jsonl is torn (a write was interrupted); it is not counted"
