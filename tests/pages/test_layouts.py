@@ -105,6 +105,8 @@ def test_quantised_values_are_a_fixed_point_and_near(name, values, seed):
     scale = decoded["scale_values"].repeat_interleave(count // decoded["scale_values"].shape[-1], -1)
     if layout["codes"].format == "e2m1":
         bound = want.abs() / 4 + scale * 0.26
+        # 3.5 × 2^126 and more rounds to 4 × 2^126, which float32 cannot hold
+        bound = torch.where(got.isinf() & (want.abs() >= 3.5 * 2.0**126), torch.inf, bound)
         if layout["scales"].format == "e4m3fn":  # a rounded scale may clip, and reaches no further than 448
             bound = bound + torch.where(scale >= 448, torch.inf, want.abs() / 8 + scale)
     else:
