@@ -115,7 +115,8 @@ def _describe(pairs: list, proved: list, details: dict[str, Any]) -> tuple[str, 
     cold_only, warm_only = details["discordant"]
     if cold_only + warm_only == 0:
         bad = surprising(*outcomes(cold))
-        return text + " No pair differs.", "finding" if bad else "healthy"
+        lost = " What is lost is lost in both states, so the cache's state is not the matter." if bad else ""
+        return f"{text} No pair differs.{lost}", "finding" if bad else "healthy"
     text += f" {cold_only} pairs are lost only when warm, {warm_only} only when cold (p = {details['p_value']:.2g})."
     return text, "finding" if details["p_value"] < 0.05 and cold_only + warm_only >= 4 else "not proven"
 
