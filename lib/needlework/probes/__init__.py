@@ -2,6 +2,7 @@
 
 from .abort import abort
 from .arms import compare_arms
+from .battery import Plan, battery
 from .bench import Bench
 from .budget import Budget, Limits
 from .cliff import find_cliff
@@ -20,10 +21,12 @@ __all__ = [
     "Budget",
     "Journal",
     "Limits",
+    "Plan",
     "PromptSpec",
     "Recorded",
     "Result",
     "abort",
+    "battery",
     "coherence",
     "compare_arms",
     "depth_profile",

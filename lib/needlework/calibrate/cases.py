@@ -1,0 +1,81 @@
+"""What is calibrated: which faults, how strong, on which deployment, with which seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from needlework.probes.battery import Plan
+
+STRENGTHS = ("mild", "default", "severe")
+PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
+# two causes at once, of different kinds and in different places of the stack
+PAIRS = ("F01+F17", "F02+F09", "F05+F12", "F07+F09", "F07+N3", "F14+F09", "F06+F11", "N1+F17")
+# Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 1,024, a page at 64.
+GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 1024}
+PLAN = Plan(
+    lengths=(160, 300, 460, 800, 1500, 2700),
+    arm_lengths=(700, 2000, 5000),
+    aa_pairs=6,
+    residue_start=1100,
+    period=16,
+    warm_lengths=(300, 900),
+    warm_repeats=2,
+    turn_length=700,
+    turn_repeats=2,
+    crowd=((3, 6), (4, 8), (6, 6)),
+    crowd_lengths=(250, 400),
+    abort_length=1800,
+    abort_rounds=3,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`faults` are codes ("F07"), none for a healthy deployment; `strength` one of STRENGTHS; `mode` combined or pd."""
+
+    faults: tuple[str, ...]
+    strength: str = "default"
+    seed: int = 0
+    mode: str = "combined"
+
+    @property
+    def label(self) -> str:
+        return "+".join(self.faults) or "healthy"
+
+    @property
+    def key(self) -> str:
+        """Name of the case's folder: says what it is, and changes with the battery and the geometry."""
+        how = hashlib.sha256(repr((sorted(GEOMETRY.items()), asdict(PLAN))).encode()).hexdigest()[:6]
+        return f"{self.label}-{self.strength}-{self.mode}-{self.seed}-{how}"
+
+    @property
+    def planted(self) -> tuple[str, ...]:
+        return tuple(f"{code}@{self.strength}" for code in self.faults)
+
+
+def cases(classes: Iterable[str], strengths: Sequence[str], seeds: Iterable[int], *, healthy: int = 0) -> list[Case]:
+    """Every class ("F07", "F01+F17", "healthy") at every strength it has and every seed, and `healthy` more of those.
+
+    Strengths that plant the same parameters as another one are left out. Raises ValueError for unknown names.
+    """
+    from needlework.lab.faults import FAULTS
+
+    out = []
+    seeds = list(seeds)
+    for name in classes:
+        codes = () if name == "healthy" else tuple(name.split("+"))
+        for code in codes:
+            if code not in FAULTS:
+                raise ValueError(f"no fault named {code[:20]!r}; the lab has {', '.join(sorted(FAULTS))}")
+        mode = "pd" if any(code in PAIR_ONLY for code in codes) else "combined"
+        known = [s for s in strengths if all(s in FAULTS[c].strengths for c in codes)] if codes else ["default"]
+        if len(codes) > 1:
+            known = [s for s in known if s == "default"]
+        for strength in known:
+            out += [Case(codes, strength, seed, mode) for seed in seeds]
+    first = max(seeds, default=-1) + 1
+    out += [Case((), "default", first + i, ("combined", "pd")[i % 2]) for i in range(healthy)]
+    return list(dict.fromkeys(out))

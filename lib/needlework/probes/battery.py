@@ -1,0 +1,156 @@
+"""The battery: the fixed set of instruments that a sensible investigator runs before any theory, in one call.
+
+It asks the questions whose answers separate the fault classes: recall over length and place, identical prompts on every
+other server at hand (with an A/A first), residues cold and warm, cold against warm, follow-up turns, a crowd of padded
+and of captured sizes, and the aftermath of aborts. Everything goes into one journal, so it resumes and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from needlework.serving import TransportError
+
+from .abort import abort
+from .arms import compare_arms
+from .bench import Target
+from .load import echo
+from .recall import recall
+from .residues import scan_residues
+from .result import Result
+from .turns import turns
+from .warmth import warm_cold
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to ask; all lengths in tokens. The default suits a deployment of 16k tokens and more.
+
+    lengths         of the recall grid; arm_lengths: of the identical prompts on two servers
+    aa_pairs        identical prompts sent to the examined server twice
+    residue_start   first length of the residue scan, `period` lengths long
+    warm_lengths    of the cold and warm pairs; turn_length: of the first turn
+    crowd           (requests in flight, trials): sizes on both sides of captured batch sizes; crowd_lengths
+    abort_length    of the aborted requests, each stage `abort_rounds` times
+    """
+
+    lengths: tuple[int, ...] = (384, 768, 1536, 3072, 6144, 12288)
+    depths: tuple[float, ...] = (0.1, 0.5, 0.9)
+    arm_lengths: tuple[int, ...] = (2048, 4096, 8192)
+    aa_pairs: int = 8
+    residue_start: int = 3000
+    period: int = 128
+    warm_lengths: tuple[int, ...] = (1024, 4096)
+    warm_repeats: int = 4
+    turn_length: int = 2048
+    turn_repeats: int = 2
+    crowd: tuple[tuple[int, int], ...] = ((3, 12), (5, 15), (8, 24))
+    crowd_lengths: tuple[int, ...] = (512, 1024)
+    abort_length: int = 4096
+    abort_rounds: int = 3
+
+
+@dataclass(frozen=True)
+class BatteryResult:
+    """`trials` of all instruments, each instrument's own `results`, and `skipped` ones with the reason."""
+
+    trials: pd.DataFrame
+    results: Mapping[str, Result] = field(repr=False)
+    skipped: Mapping[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.trials)} trials of {len(self.results)} instruments."]
+        lines += [f"{name}: {result.sentence}" for name, result in self.results.items()]
+        lines += [f"{name} was skipped: {reason}" for name, reason in self.skipped.items()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return "".join(f"<p>{escape(line)}</p>" for line in str(self).split("\n"))
+
+
+def battery(
+    endpoint: Target,
+    run: str | Path,
+    *,
+    name: str = "single",
+    others: Mapping[str, Target] | None = None,
+    plan: Plan | None = None,
+    seed: int = 0,
+    only: Collection[str] | None = None,
+    step: Callable[[str], None] | None = None,
+) -> BatteryResult:
+    """Run every instrument against `endpoint`; the journal is the folder `run`.
+
+    name    of the examined deployment as an arm: "pd" or "combined" where that is what it is
+    others  servers to send identical prompts to, by arm name: "combined" (the same build without the split), and
+            "reference" (an independent server with the same weights)
+    only    instruments to run, of recall, arms, residues, warm_cold, turns, echo, abort (default all)
+    step    called with each instrument's name before it runs
+
+    An instrument that the endpoint does not allow (no tokenise route, a window too short) is skipped with its reason.
+    Raises RuntimeError when the endpoint does not answer at all.
+    """
+    p = plan or Plan()
+    common: dict[str, Any] = {"run": run, "seed": seed}
+    work: dict[str, Callable[[], Result]] = {
+        "recall": lambda: recall(endpoint, lengths=p.lengths, depths=p.depths, arm=name, max_tokens=24, **common)
+    }
+    for number, (other, target) in enumerate((others or {}).items()):
+
+        def arms(other: str = other, target: Target = target, first: bool = number == 0) -> Result:
+            # the second comparison has prompts of its own: its seed differs
+            own = {**common, "seed": seed if first else seed + 1}
+            pairs = {name: endpoint, other: target}
+            return compare_arms(
+                pairs, lengths=p.arm_lengths, depths=p.depths, repeats=1, aa_pairs=p.aa_pairs if first else 0,
+                controls=False, **own,
+            )  # fmt: skip
+
+        work[f"arms {other}"] = arms
+    quiet = {**common, "arm": name, "controls": False}
+    work["residues"] = lambda: scan_residues(
+        endpoint, start=p.residue_start, period=p.period, distance=80, max_tokens=24, **quiet
+    )
+    work["warm_cold"] = lambda: warm_cold(endpoint, lengths=p.warm_lengths, repeats=p.warm_repeats, **quiet)
+    work["turns"] = lambda: turns(
+        endpoint, shapes=("tell_ask", "interrupted"), length=p.turn_length, repeats=p.turn_repeats, **quiet
+    )
+    for size, trials in p.crowd:
+
+        def crowd(size: int = size, trials: int = trials) -> Result:
+            return echo(endpoint, concurrency=size, trials=trials, lengths=p.crowd_lengths, **quiet)
+
+        work[f"echo {size}"] = crowd
+    work["abort"] = lambda: abort(
+        endpoint, stages=("prefill", "decode"), rounds=p.abort_rounds, length=p.abort_length, **quiet
+    )
+    results, skipped = {}, {}
+    for title, instrument in work.items():
+        if only is not None and title.split()[0] not in only:
+            continue
+        if step is not None:
+            step(title)
+        try:
+            results[title] = instrument()
+        except (ValueError, TransportError) as reason:
+            skipped[title] = str(reason)
+    return BatteryResult(_together(results), results, skipped)
+
+
+def _together(results: Mapping[str, Result]) -> pd.DataFrame:
+    """One table of all trials, each once, in the order of sending."""
+    import pandas as pd
+
+    tables = [t for r in results.values() for t in (r.controls, r.trials) if t is not None and len(t)]
+    if not tables:
+        return pd.DataFrame()
+    joined: pd.DataFrame = pd.concat([t.astype(object) for t in tables], ignore_index=True).drop_duplicates("trial_id")
+    return joined.sort_values("time", kind="stable", ignore_index=True).assign(ordinal=range(len(joined)))
