@@ -24,13 +24,15 @@ _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class Journal:
-    """One run folder; `path=None` keeps everything in memory.
+    """One run folder; `path=None` keeps everything in memory, or in the folder that NEEDLEWORK_RECORD names (so does
+    `needlework run --record`).
 
     Raises ValueError when another process writes to the folder, when a line other than the last is malformed (its
     number is named; nothing is changed), or when the folder was made by a newer schema.
     """
 
     def __init__(self, path: str | Path | None, *, read_only: bool = False):
+        path = path if path is not None else os.environ.get("NEEDLEWORK_RECORD") or None
         self.path = Path(path) if path is not None else None
         self.read_only = read_only
         self.rows: dict[str, dict[str, Any]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import sys
 import time
@@ -26,17 +27,24 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="execute also what is up to date")
     parser.add_argument("--incident", help=f"a folder of data/incidents (default {incidents.DEFAULT})")
     parser.add_argument(
-        "--target", help="lab, lab:pd:F14, vllm, http://…, recorded:<run>; default: what the incident says"
+        "--target",
+        help="lab, lab:pd:F14, vllm, http://…, recorded (each notebook from its own recorded run), recorded:<run>; "
+        "default: what the incident says",
     )
     parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default 2)")
     parser.add_argument("--timeout", type=float, default=runner.TIMEOUT_S, help="seconds for one notebook")
+    parser.add_argument(
+        "--record", action="store_true", help="keep what each notebook measures in the incident's runs/<notebook>"
+    )
     parser.add_argument("--no-report", action="store_true", help="execute only")
     options = parser.parse_args(argv)
     root = incidents.root()
     if options.keep:
         return _keep(options.keep, root)
-    plan = _plan(root, options.incident, options.target)
+    plan = dataclasses.replace(_plan(root, options.incident, options.target), record=options.record)
+    if options.record:
+        _refuse_to_overwrite(plan, options.notebook)
     began = time.perf_counter()
     try:
         results = runner.run(
@@ -68,6 +76,13 @@ def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
         default = None if name == incidents.DEFAULT else settings.get("target")
         return runner.Plan(root, name, target or default, tuple(settings.get("notebooks", ())))
     return runner.Plan(root, name, target)
+
+
+def _refuse_to_overwrite(plan: runner.Plan, names: list[str]) -> None:
+    """A recorded run is evidence: it is added to by nobody and replaced only by hand."""
+    there = [twin.stem for twin in runner.choose(names, plan.root) if plan.recording(twin).exists()]
+    if there:
+        raise ValueError(f"already recorded: {', '.join(there)}; remove runs/<notebook> of the incident to record anew")
 
 
 def _keep(name: str, root: Path) -> int:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import re
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,7 +101,10 @@ async def execute(
     env.setdefault("OMP_NUM_THREADS", "1")  # two notebooks run side by side
     env.update(environment or {})
     await manager.start_kernel(
-        cwd=str(root / "notebooks"), env=env, extra_arguments=["--HistoryManager.hist_file=:memory:"]
+        cwd=str(root / "notebooks"),
+        env=env,
+        extra_arguments=["--HistoryManager.hist_file=:memory:"],
+        stderr=subprocess.DEVNULL,  # the polite end is an interrupt, which the kernel would report as an error
     )
     finished = False
     scope = asyncio.timeout(timeout_s)
@@ -194,6 +198,7 @@ class Plan:
     incident: str = incidents.DEFAULT
     target: str | None = None
     notebooks: tuple[str, ...] = ()  # an incident may name the notebooks that apply to it; empty means all
+    record: bool = False  # keep what each notebook measures as runs/<notebook> of the incident
 
     @property
     def default(self) -> bool:
@@ -208,10 +213,18 @@ class Plan:
     def parameters(self) -> dict[str, Any]:
         return {} if self.default else {"incident": self.incident, **({"target": self.target} if self.target else {})}
 
-    @property
-    def environment(self) -> dict[str, str]:
-        found = {"NEEDLEWORK_INCIDENT": self.incident}
-        return {**found, "NEEDLEWORK_TARGET": self.target} if self.target else found
+    def environment(self, twin: Path) -> dict[str, str]:
+        """What one notebook is told: its own name, the incident, the target, and where to record."""
+        found = {"NEEDLEWORK_INCIDENT": self.incident, "NEEDLEWORK_NOTEBOOK": twin.stem}
+        if self.target:
+            found["NEEDLEWORK_TARGET"] = self.target
+        if self.record:
+            found["NEEDLEWORK_RECORD"] = str(self.recording(twin))
+        return found
+
+    def recording(self, twin: Path) -> Path:
+        """Where what this notebook measures is recorded."""
+        return self.root / "data" / "incidents" / self.incident / "runs" / twin.stem
 
 
 def choose(names: Sequence[str], root: Path) -> list[Path]:
@@ -253,7 +266,11 @@ async def run_all(
             error = ""
             try:
                 nb = await execute(
-                    twin, root=plan.root, parameters=plan.parameters, environment=plan.environment, timeout_s=timeout_s
+                    twin,
+                    root=plan.root,
+                    parameters=plan.parameters,
+                    environment=plan.environment(twin),
+                    timeout_s=timeout_s,
                 )
                 output.parent.mkdir(parents=True, exist_ok=True)
                 _replace(output, writer.dumps(nb))

@@ -108,7 +108,7 @@ def open_target(
     bundle = incidents.incident(incident) if isinstance(incident, str) else incident
     named = _named(wanted)
     with contextlib.ExitStack() as stack:
-        kinds = {_kind(part) for part in named.values()}
+        kinds = {kind_of(part) for part in named.values()}
         if len(kinds) != 1:
             raise TargetError(
                 f"a target has one kind for all its arms, {plain(wanted, 80)!r} mixes {', '.join(sorted(kinds))}"
@@ -141,7 +141,7 @@ def _named(spec: str) -> dict[str, str]:
     return arms
 
 
-def _kind(spec: str) -> str:
+def kind_of(spec: str) -> str:
     head = spec.split(":", 1)[0].lower()
     kind = {"lab": "lab", "vllm": "vllm", "http": "http", "https": "http", "recorded": "recorded"}.get(head)
     if kind is None:
@@ -303,14 +303,22 @@ def _recorded(named: Mapping[str, str], spec: str, bundle: incidents.Incident | 
 
     arms: dict[str, Any] = {}
     for arm, part in named.items():
-        name = part.split(":", 1)[1]
-        folder = _run_folder(name, bundle)
+        folder = _run_folder(part.partition(":")[2] or _own_run(bundle), bundle)
         if len(named) > 1:
             arms[arm] = Recorded(folder)
             continue
         for recorded_arm in _arms_of(folder) or ["target"]:
             arms[recorded_arm] = Recorded(folder)
     return Target("recorded", spec, arms, {}, "recorded run, nothing is sent")
+
+
+def _own_run(bundle: incidents.Incident | None) -> str:
+    """The run recorded by the notebook that asks (the runner tells its name), else the incident's first."""
+    names = (bundle or incidents.incident()).run_names
+    own = os.environ.get("NEEDLEWORK_NOTEBOOK", "")
+    if not names:
+        raise TargetError("this incident holds no recorded run; give recorded:<folder of a run>, or a live target")
+    return own if own in names else names[0]
 
 
 def _run_folder(name: str, bundle: incidents.Incident | None) -> Path:
