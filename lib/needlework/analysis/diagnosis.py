@@ -90,8 +90,10 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        counts = f"{sentence(self.hits, self.measured)} ({self.trials} trials)"
-        lines = [f"{self._headline()} {counts}."]
+        counts = sentence(self.hits, self.measured, what="answers right")
+        unmeasured = self.trials - self.measured
+        counts += f" ({unmeasured} of {self.trials} trials measured nothing)" if unmeasured else ""
+        lines = [f"{self._headline()} Over all trials {counts}."]
         named = [r for r in self.ranked if r.code in self.causes] or list(
             self.ranked[: 1 if self.verdict == "healthy" else 2]
         )
@@ -135,13 +137,13 @@ class Diagnosis:
 
     def _headline(self) -> str:
         if self.verdict == "healthy":
-            return "Healthy as far as this table reaches:"
+            return "Healthy as far as this table reaches."
         if self.verdict == "two causes":
-            return f"Two causes, {' and '.join(self.causes)} ({self.confidence} evidence):"
+            return f"Two causes, {' and '.join(self.causes)} ({self.confidence} evidence)."
         if self.verdict == "named":
             kind = "Not corruption but a lookalike" if self.causes[0] in LOOKALIKES else "Most likely"
-            return f"{kind}: {self.causes[0]}, {BY_CODE[self.causes[0]].title} ({self.confidence} evidence):"
-        return "Not proven:"
+            return f"{kind}: {self.causes[0]}, {BY_CODE[self.causes[0]].title} ({self.confidence} evidence)."
+        return "Not proven."
 
 
 def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:

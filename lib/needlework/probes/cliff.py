@@ -188,6 +188,8 @@ def _describe(
     if edge is not None:
         text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss"
         text += f"; the value then stands at token {place:,}." if place is not None else "."
+        if place is not None and not found.interval.low <= edge <= found.interval.high:
+            text += " (In the search the needle lies between whole records, some tokens off the wished place.)"
     if constants:
         text += " In the interval: " + "; ".join(f"{c.value:,} ({c.formula})" for c in constants[:3]) + "."
     elif found.state == "cliff":

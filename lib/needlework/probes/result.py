@@ -47,7 +47,11 @@ class Result:
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{escape(w)}</li>" for w in self.warnings)
-        table = self.table.to_html(index=False, border=0, escape=True) if len(self.table) else ""
+        table = (
+            self.table.to_html(index=False, border=0, escape=True, float_format="{:.3g}".format)
+            if len(self.table)
+            else ""
+        )
         return f"<p>{escape(str(self))}</p>{table}{f'<ul>{notes}</ul>' if notes else ''}"
 
 
