@@ -11,7 +11,7 @@ import threading
 import httpx
 import pytest
 from lab_client import MODEL, Client, ask, story, until
-from needlework import lab, pages
+from needlework import lab, pages, processes
 
 PROMPTS = [ask(3, "48211", 0.5), ask(40, "90715", 0.1), ask(250, "33108", 0.6)]
 
@@ -111,7 +111,7 @@ def test_a_bootstrap_host_elsewhere_is_refused(pd):
 
 
 def test_a_registration_for_nobody_is_an_error(pd):
-    with lab.processes.listening_socket() as silent:
+    with processes.listening_socket() as silent:
         port = silent.getsockname()[1]
     body = {"prompt": "a", "bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 2**63 - 1}
     response = pd.decode.post("/v1/completions", json=body)

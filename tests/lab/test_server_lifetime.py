@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from lab_client import until
 from needlework import lab
-from needlework.lab.processes import Child, listening_socket, stop
 from needlework.lab.role import _arguments, build_worker
 from needlework.lab.starting import _wait
+from needlework.processes import Child, listening_socket, stop
 
 PARENT = """
 import sys, time

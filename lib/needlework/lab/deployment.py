@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from needlework.lab.processes import LOOPBACK, Child
+from needlework.processes import LOOPBACK, Child
 
 
 class LabError(RuntimeError):

@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from needlework.lab.processes import die_with_parent
+from needlework.processes import die_with_parent
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:

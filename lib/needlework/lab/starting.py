@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from needlework.lab.deployment import Deployment, LabError, call
-from needlework.lab.processes import LOOPBACK, Child, free_port, listening_socket, stop
+from needlework.processes import LOOPBACK, Child, free_port, listening_socket, stop
 
 MODES = ("combined", "pd")
 ROUTERS = ("sglang", "mini")
@@ -44,7 +44,7 @@ def _role_child(
 
 def _router_child(kind: str, ports: Mapping[str, int], retries: bool) -> Child:
     """SGLang's router behind a guard. `ports` holds router, router-metrics, prefill, bootstrap, decode."""
-    command = [sys.executable, "-m", "needlework.lab.processes", "{watch}"]
+    command = [sys.executable, "-m", "needlework.processes", "{watch}"]
     command += [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
     command += ["--prefill", f"http://{LOOPBACK}:{ports['prefill']}", str(ports["bootstrap"])]
     command += ["--decode", f"http://{LOOPBACK}:{ports['decode']}", "--host", LOOPBACK, "--port", str(ports["router"])]

@@ -1,9 +1,9 @@
-"""Child processes of the lab: ports without races, last log lines on failure, and nothing left behind.
+"""Child processes: ports without races, last log lines on failure, and nothing left behind.
 
-Three habits make the lab safe to start from a notebook, a test or a terminal:
+Three habits make a deployment safe to start from a notebook, a test or a terminal:
 
 * a listening socket is bound in the parent and handed to the child by number, so that no other program can take the
-  port between choosing it and using it (the router is the exception: it binds its own port);
+  port between choosing it and using it (foreign programs are the exception: they bind their own ports);
 * a child holds the reading end of a pipe whose writing end only the parent has; when the parent goes, however it goes,
   the pipe ends and the child exits;
 * a child's output goes to an unnamed temporary file: its last lines can be shown in an error, and nothing stays on
@@ -153,11 +153,12 @@ def stop(children: Sequence[Child], grace_s: float = 3.0) -> None:
 
 
 def guard(argv: list[str]) -> int:
-    """Run a foreign program so that it, too, ends with the lab: `python -m needlework.lab.processes PIPE_FD COMMAND…`.
+    """Run a foreign program so that it, too, ends with its parent: `python -m needlework.processes PIPE_FD COMMAND…`.
 
-    A foreign program does not watch our pipe (the router keeps Python's lock for its whole life, so a thread inside it
-    never runs). This guard watches for it: it ends the program when the pipe ends or when it is asked to stop, and on
-    Linux the kernel ends the program with the guard.
+    A foreign program does not watch our pipe (a router keeps Python's lock for its whole life, so a thread inside it
+    never runs). This guard watches for it: it ends the program, and all that the program started in its own process
+    group (an engine's workers), when the pipe ends, when it is asked to stop, or when the program has ended by itself.
+    On Linux the kernel ends the program with the guard.
     """
     pipe_fd, command = int(argv[0]), argv[1:]
     guard_pid = os.getpid()
@@ -169,17 +170,25 @@ def guard(argv: list[str]) -> int:
             if os.getppid() != guard_pid:  # the guard went between fork and here
                 os._exit(1)
 
-    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind_to_guard)
-    signal.signal(signal.SIGTERM, lambda *_: program.kill())  # the router's own shutdown waits for open connections
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind_to_guard, process_group=0)
+
+    def end(*_: object) -> None:  # at once: a router's own shutdown waits for open connections
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
 
     def wait() -> None:
         with contextlib.suppress(OSError):
             while os.read(pipe_fd, 1):
                 pass
-        program.kill()
+        end()
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-    return program.wait()
+    try:
+        return program.wait()
+    finally:
+        end()
 
 
 if __name__ == "__main__":
