@@ -19,6 +19,18 @@ def usage_of(event: Event) -> dict[str, Any]:
     }
 
 
+def cached_details(event: Event) -> dict[str, int]:
+    """Cached tokens by the tier that they came from."""
+    return {"device": event.cached_tokens - event.cached_host_tokens, "host": event.cached_host_tokens}
+
+
+def draft_details(event: Event) -> dict[str, Any]:
+    """How drafts fared, under SGLang's names; nothing where no draft was verified."""
+    if not event.verified:
+        return {}
+    return {"spec_verify_ct": event.verified, "spec_accept_length": event.completion_tokens / event.verified}
+
+
 class Writer:
     """Turns the events of one request into bodies of its dialect."""
 
@@ -83,6 +95,8 @@ class Writer:
             "prompt_tokens": last.prompt_tokens,
             "completion_tokens": last.completion_tokens,
             "cached_tokens": last.cached_tokens,
+            "cached_tokens_details": cached_details(last),
+            **draft_details(last),
             "weight_version": "default",
         }
         if self.ask.request.logprobs:
@@ -108,6 +122,16 @@ class Writer:
         head = {"id": self.ask.request.rid, "object": kind, "created": self.ask.created, "model": MODEL}
         return {**head, "choices": choices}
 
+    def _closing(self) -> dict[str, Any]:
+        """What the last body of the OpenAI dialects says beside the answer: usage, and extensions where they apply."""
+        last = self.events[-1]
+        out: dict[str, Any] = {"usage": usage_of(last)}
+        if self.ask.cached_details:
+            out["sglext"] = {"cached_tokens_details": cached_details(last)}
+        if last.verified:
+            out["meta_info"] = draft_details(last)
+        return out
+
     # -- whole answer --
 
     def whole(self) -> dict[str, Any]:
@@ -124,10 +148,10 @@ class Writer:
                 "tool_calls": None,
             }
             choice["logprobs"] = self._chat_logprobs(self.events)
-            return {**self._frame("chat.completion", [choice]), "usage": usage_of(last)}
+            return {**self._frame("chat.completion", [choice]), **self._closing()}
         choice["text"] = self.text
         choice["logprobs"] = self._completion_logprobs(self.events, 0)
-        return {**self._frame("text_completion", [choice]), "usage": usage_of(last)}
+        return {**self._frame("text_completion", [choice]), **self._closing()}
 
     # -- streaming --
 
@@ -154,5 +178,5 @@ class Writer:
             frame = self._frame("text_completion", [{"index": 0, "text": event.text, "logprobs": logprobs, **end}])
         frames = [frame]
         if event.finish_reason is not None and self.ask.include_usage:
-            frames.append({**self._frame(frame["object"], []), "usage": usage_of(event)})
+            frames.append({**self._frame(frame["object"], []), **self._closing()})
         return frames

@@ -34,6 +34,7 @@ class Ask:
     stream: bool
     include_usage: bool = False
     text_in_logprobs: bool = False
+    cached_details: bool = False  # say which tier cached tokens came from
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
 
@@ -157,7 +158,8 @@ def parse_chat(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
     sampling = _sampling(fields, most if wanted is None else wanted, "seed")
     request = _request(fields, tokens, sampling, context, logprobs=logprobs, top=top, prefix="")
     usage = fields.child("stream_options").flag("include_usage")
-    return Ask("chat", request, fields.flag("stream"), usage)
+    details = fields.flag("return_cached_tokens_details")
+    return Ask("chat", request, fields.flag("stream"), usage, cached_details=details)
 
 
 def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
@@ -171,7 +173,8 @@ def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
     sampling = _sampling(fields, wanted, "seed")
     request = _request(fields, tokens, sampling, context, logprobs=top is not None, top=top or 0, prefix="")
     usage = fields.child("stream_options").flag("include_usage")
-    return Ask("completion", request, fields.flag("stream"), usage)
+    details = fields.flag("return_cached_tokens_details")
+    return Ask("completion", request, fields.flag("stream"), usage, cached_details=details)
 
 
 def parse_generate(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:

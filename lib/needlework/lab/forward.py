@@ -17,7 +17,7 @@ from needlework.kernels.reference import indexer_logits, merge_partials, select_
 from needlework.lab.asking import Asking
 from needlework.lab.local import LOOKBACK
 from needlework.lab.model import OVERLAP, SLOTS, Model
-from needlework.lab.pools import INDEX_LAYOUT, KV, STATE_ROWS, Pools
+from needlework.lab.pools import DRAFT_INDEX, INDEX_LAYOUT, KV, STATE_ROWS, Pools
 from needlework.lab.types import Geometry, Hooks, Request
 from needlework.pages import LAYOUTS
 
@@ -33,6 +33,7 @@ class Sequence:
     swa: dict[int, int] = field(default_factory=dict)  # logical page -> physical window page, trailing ones
     passes: int = 0  # forward passes so far
     cached: int = 0  # tokens that came from the prefix cache
+    cached_host: int = 0  # of these, tokens that came back from its host tier
 
     @property
     def rid(self) -> str:
@@ -56,6 +57,7 @@ class Forward:
         window_slots = self.window_slots(seq, positions)
         before = self.window_tokens(seq, max(0, start - LOOKBACK), start)
         self._store("swa_kv.0", KV, window_slots, model.embed(ids), place)
+        self._note(seq, positions, ids)
         features = model.local.features(np.concatenate((before, ids.numpy())))
         first = start // SLOTS * SLOTS - OVERLAP  # first token of the first group that can complete now
         groups = torch.arange(start // SLOTS, end // SLOTS)
@@ -118,6 +120,45 @@ class Forward:
             high = min(end, (page + 1) * tokens)
             kept = torch.arange(max(start, high - STATE_ROWS), high)
             rows[seq.swa[page], kept % STATE_ROWS] = new[kept - start]
+
+    # ---- drafts ------------------------------------------------------------------------------------------------------
+    def _note(self, seq: Sequence, positions: Tensor, ids: Tensor) -> None:
+        """Keep token ids where the draft looks for what followed before."""
+        if DRAFT_INDEX in self.pools.buffers:
+            tokens = self.geometry.page_tokens
+            pages = torch.tensor(seq.full, dtype=torch.int64)[positions // tokens]
+            self.pools.words(DRAFT_INDEX)[pages, positions % tokens] = ids.int()
+
+    def drafts(self, seq: Sequence, most: int) -> list[int]:
+        """At most `most` tokens that may follow a sequence: what followed the last place in its pages where the same
+        three tokens stood, or the same two (an n-gram draft, as in sglang 0.5.23 `srt/speculative/ngram_worker.py`)."""
+        pages = seq.full[: -(-seq.computed // self.geometry.page_tokens)]
+        rows = self.pools.words(DRAFT_INDEX)[pages].flatten()[: seq.computed]
+        rows = self.hooks.apply("draft_rows", rows, seq=seq)
+        for size in (3, 2):
+            if len(rows) > size:
+                same = torch.ones(len(rows) - size, dtype=torch.bool)
+                for place, token in enumerate(seq.tokens[-size:]):
+                    same &= rows[place : place + len(same)] == token
+                found = torch.nonzero(same)
+                if len(found):
+                    at = int(found[-1]) + size
+                    return rows[at : at + most].tolist()
+        return []
+
+    def keep_state(self, seq: Sequence) -> list[tuple[str, int, Tensor]]:
+        """The compressor rows of the page that the next token goes to: (buffer, page, rows), to roll drafts back."""
+        page = seq.swa.get(seq.computed // self.geometry.page_tokens)
+        names = [name for name in self.pools.buffers if name.startswith(("c4_state.", "c4_index_state."))]
+        return [] if page is None else [(name, page, self.pools.rows(name)[page].clone()) for name in names]
+
+    def roll_back(self, seq: Sequence, end: int, kept: list[tuple[str, int, Tensor]]) -> None:
+        """Forget tokens from `end` on. What they wrote in pages stays until it is overwritten, past every length; the
+        compressor's rows, which they share with tokens eight places before, come back."""
+        lost = torch.arange(end, seq.computed) % STATE_ROWS
+        for name, page, rows in kept:
+            self.pools.rows(name)[page, lost] = rows[lost]
+        seq.computed = end
 
     # ---- reading -----------------------------------------------------------------------------------------------------
     def logits(self, seqs: list[Sequence]) -> list[Tensor]:

@@ -48,11 +48,19 @@ class Output:
         self.request, self.prompt_tokens = request, prompt_tokens
         self.tokens: list[int] = []
         self.limit = limit
+        self.verified = 0  # steps that verified drafts
         self._stream = Stream(tokenizer)
         self._text, self._sent = "", 0
         self._eos = tokenizer.special["<|eos|>"]
 
-    def push(self, token: int, logprob: float, top: tuple[tuple[int, float], ...], cached: int) -> Event:
+    @property
+    def left(self) -> int:
+        """Tokens that may still be said."""
+        return self.limit - len(self.tokens)
+
+    def push(
+        self, token: int, logprob: float, top: tuple[tuple[int, float], ...], cached: int, cached_host: int
+    ) -> Event:
         """The event of one more token. Text that may turn out to begin a stop string is held back."""
         sampling = self.request.sampling
         self.tokens.append(token)
@@ -77,14 +85,15 @@ class Output:
         wanted = self.request.logprobs or self.request.top_logprobs > 0
         return Event(
             self.request.rid, token, text, logprob if wanted else None, top, finish, matched,
-            self.prompt_tokens, len(self.tokens), cached,
+            self.prompt_tokens, len(self.tokens), cached, cached_host, self.verified,
         )  # fmt: skip
 
-    def aborted(self, cached: int) -> Event:
+    def aborted(self, cached: int, cached_host: int) -> Event:
         """The last event of a request that was given up."""
         return Event(
             self.request.rid, None, finish_reason="abort", prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.tokens), cached_tokens=cached,
+            cached_host_tokens=cached_host, verified=self.verified,
         )  # fmt: skip
 
     def failed(self, reason: str) -> Event:

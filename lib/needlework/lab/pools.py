@@ -21,6 +21,7 @@ from needlework.lab.types import Buffer, Geometry
 from needlework.pages import LAYOUTS
 
 KV, INDEX_LAYOUT = "v4-mla-fp8", "dsa-index-fp8"
+DRAFT_INDEX = "draft_index"
 STATE_ROWS = 8  # rows of compressor state a window page keeps: its last eight tokens, at position mod 8
 STATE_WIDTH = {"c4_state": KEY + CODE, "c4_index_state": INDEX}
 
@@ -78,6 +79,8 @@ class Pools:
         for kind in STATE_WIDTH:
             for layer in range(g.layers):
                 self._register(f"{kind}.{layer}", "swa", "fp32", STATE_ROWS, g.swa_pages)
+        if g.draft_tokens:  # token ids, where an n-gram draft looks
+            self._register(DRAFT_INDEX, "full", "int32", g.page_tokens, g.pages)
         # numpy's zeros take no memory until they are written; torch's do
         self.memory = {
             b.name: torch.from_numpy(np.zeros((b.pages, b.item_bytes), dtype=np.uint8)) for b in self.buffers.values()
@@ -86,6 +89,8 @@ class Pools:
     def _register(self, name: str, group: str, layout: str, entries: int, pages: int) -> None:
         if layout == "fp32":
             size = entries * STATE_WIDTH[name.split(".")[0]] * 4
+        elif layout == "int32":
+            size = entries * 4
         else:
             size = LAYOUTS[layout].page_bytes(entries)
         self.buffers[name] = Buffer(name, group, layout, entries, size, pages)
@@ -125,3 +130,7 @@ class Pools:
     def rows(self, name: str) -> Tensor:
         """A state pool as float32 [pages, 8, width], the live memory."""
         return self.memory[name].view(torch.float32).view(self.buffers[name].pages, STATE_ROWS, -1)
+
+    def words(self, name: str) -> Tensor:
+        """A pool of numbers as int32 [pages, page_tokens], the live memory."""
+        return self.memory[name].view(torch.int32)

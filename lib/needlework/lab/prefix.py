@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Node:
     locks: int = 0
     swa_locks: int = 0
     used: int = 0
+    loading: list[Any] = field(default_factory=list)  # copies from the host tier into these pages
 
 
 class PrefixCache:
@@ -128,3 +130,8 @@ class PrefixCache:
     def evictable(self) -> int:
         """Compressed pages that could be freed if asked for."""
         return sum(1 for n in self.nodes.values() if not n.locks)
+
+    @property
+    def spare_windows(self) -> int:
+        """Window pages that are free or could be."""
+        return self.swa.free + sum(1 for n in self.nodes.values() if n.swa_page is not None and not n.swa_locks)

@@ -48,12 +48,16 @@ class Geometry:
     ratio: int = 4  # tokens per compressed entry
     layers: int = 2  # layers with a compressor and an indexer, after the local layer 0
     local_window: int = 128  # tokens that the local layer looks back
+    host_pages: int = 0  # pages of the host tier behind the prefix cache; 0: there is none
+    draft_tokens: int = 0  # tokens that a draft proposes in a step, at most; 0: no speculative decoding
 
     @property
     def page_entries(self) -> int:
         """Compressed entries in a page."""
         return self.page_tokens // self.ratio
 
+
+MAX_DRAFTS = 7  # a step's tokens, with the last sampled one, must not share a row of the compressor's state
 
 GEOMETRIES: dict[str, Geometry] = {
     "v4": Geometry(
@@ -108,6 +112,8 @@ class Event:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    cached_host_tokens: int = 0  # of these, tokens that came from the host tier
+    verified: int = 0  # steps of the target model so far, each of which may accept several drafts; 0 without drafts
     error: str | None = None
 
 
@@ -117,7 +123,7 @@ class Buffer:
 
     name: str  # "c4_kv.0", "c4_index.1", "swa_kv.0", "c4_state.0", "c4_index_state.0", …
     group: str
-    layout: str  # a name of needlework.pages.LAYOUTS, or "fp32" for raw float32 rows
+    layout: str  # a name of needlework.pages.LAYOUTS, or "fp32"/"int32" for rows of plain numbers
     page_entries: int  # entries (or rows) in a page
     item_bytes: int  # bytes of a page
     pages: int
@@ -153,6 +159,7 @@ class Handoff:
     prompt_tokens: int
     cached_tokens: int
     room: int | None = None
+    cached_host_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -211,6 +218,10 @@ HOOKS: dict[str, str] = {
     "page_taken": "a page just handed out (keywords: group, seq)",
     "released": "None, after a sequence has given its pages back (keywords: seq, pages, finished)",
     "evicted": "node that the prefix cache gives up (no keywords)",
+    "tier_copy": 'None, in the host tier\'s thread before each copy (keywords: side, "store" or "load")',
+    "tier_wait": "copies that must be done before their pages are used (keywords: side, seq)",
+    "draft_rows": "token ids of a sequence as its draft sees them (keywords: seq)",
+    "accepted": "number of drafts that the cache keeps (keywords: seq, drafts)",
     "step_begins": "None, before each step (no keywords)",
     "batch": "sequences whose next token is about to be computed (no keywords)",
     "logits": "next-token logits of one sequence (keywords: seq)",

@@ -1,7 +1,7 @@
 """Planted faults: each acts at the place where a public report found it, and changes bytes, order or bookkeeping."""
 
-from . import lifetime, lookalikes, memory, pair, selection  # each registers its faults
-from .registry import FAULTS, Fault, Planted, install, parse
+from . import lifetime, lookalikes, memory, pair, selection, tiers  # each registers its faults
+from .registry import FAULTS, Fault, Planted, install, needs, parse
 
 __all__ = [
     "FAULTS",
@@ -11,7 +11,9 @@ __all__ = [
     "lifetime",
     "lookalikes",
     "memory",
+    "needs",
     "pair",
     "parse",
     "selection",
+    "tiers",
 ]

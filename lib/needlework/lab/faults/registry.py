@@ -26,6 +26,7 @@ class Fault:
     install: Callable[..., None] = field(repr=False)
     roles: tuple[str, ...] = ("combined", "prefill", "decode")
     lookalike: bool = False
+    needs: Mapping[str, int] = field(default_factory=dict)  # engine options without which the fault has no place
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.parameters.items())
@@ -58,6 +59,7 @@ def fault(
     strengths: Mapping[str, Mapping[str, int | float | str]] | None = None,
     roles: tuple[str, ...] = ("combined", "prefill", "decode"),
     lookalike: bool = False,
+    needs: Mapping[str, int] | None = None,
     **parameters: int | float | str,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register the function below as a fault; its docstring is the account."""
@@ -66,7 +68,9 @@ def fault(
         account = " ".join((function.__doc__ or "").split())
         levels = dict(strengths or {})
         levels.setdefault("default", dict(parameters))
-        FAULTS[code] = Fault(code, title, tuple(citations), account, parameters, levels, function, roles, lookalike)
+        FAULTS[code] = Fault(
+            code, title, tuple(citations), account, parameters, levels, function, roles, lookalike, dict(needs or {})
+        )
         return function
 
     return register
@@ -104,3 +108,8 @@ def install(engine: Any, specs: Iterable[str]) -> tuple[Planted, ...]:
         if engine.role in known.roles:
             known.install(engine, **one.parameters)
     return planted
+
+
+def needs(specs: Iterable[str]) -> dict[str, int]:
+    """Engine options that some faults need to have a place in the stack; what the caller sets goes before them."""
+    return {name: value for spec in specs for name, value in FAULTS[parse(spec).code].needs.items()}
