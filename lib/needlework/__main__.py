@@ -41,7 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return module.main([verb, *rest] if name in SHARED else rest)
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"needlework {verb}: {error}", file=sys.stderr)
+        named = isinstance(error, OSError) and error.filename and error.strerror
+        print(f"needlework {verb}: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"needlework {verb}: stopped; what was measured so far is kept", file=sys.stderr)

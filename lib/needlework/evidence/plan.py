@@ -64,11 +64,12 @@ def load_plan(path: str | Path) -> Plan:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
-            f"no collection plan at {path}; write one (README, “Collect evidence”) or give its path"
+            f"no collection plan at {path}; give its path, or write one like data/incidents/context-loss/incident.toml"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid TOML: {error}") from None
-    _take(raw, {"name": str, "hosts": list, "window": dict, "release": dict, "incident": dict, "lab": dict}, path.name)
+    tables = ("window", "release", "incident", "lab", "workbook")
+    _take(raw, {"name": str, "hosts": list, **dict.fromkeys(tables, dict)}, path.name)
     window = _take(raw.get("window", {}), {"lines": int, "since": str}, f"{path.name} [window]")
     lines = window.get("lines", 4000)
     if not 1 <= lines <= MAX_LOG_LINES:
