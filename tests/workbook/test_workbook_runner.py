@@ -58,6 +58,15 @@ def test_another_incident_goes_elsewhere_with_its_parameters(small: Path) -> Non
     assert "rebuilt from recordings" in (small / "report/one/index.html").read_text()
 
 
+def test_an_incident_sets_its_own_parameters(small: Path) -> None:
+    with (small / "data/incidents/one/incident.toml").open("a") as settings:
+        settings.write("\n[workbook.parameters.00_words]\nlimit = 1\nunknown = 2\n")
+    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x", "--no-report"]) == 0
+    nb = nbformat.read(small / "build/one/00_words.ipynb", 4)
+    injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
+    assert [c.source for c in injected] == ["incident = 'one'\nlimit = 1"]  # it has no parameter `unknown`
+
+
 def test_a_failure_is_one_short_block_and_the_old_stays(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     twin = write(small, "02_bad", "x = 1", "def f():\n    raise ValueError('too <b>long</b>' + 'x' * 2000)\n\nf()")
     old = writer.notebook_path(twin)

@@ -84,7 +84,7 @@ def test_an_unreadable_target_is_one_sentence(small: Path, spec: str) -> None:
 
 def test_an_arm_starts_only_when_used(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    monkeypatch.setattr(targets, "_enter", lambda stack, room, options: started.append(options["mode"]))
+    monkeypatch.setattr(targets, "_start_lab", lambda stack, options: started.append(options["mode"]))
     with workbook.open_target("lab:F14") as target:
         assert list(target.arms) == ["combined", "pd"] and "F14 planted" in target.describe() and not started
         assert target.deployments["pd"] is None and target.deployments["pd"] is None

@@ -74,7 +74,13 @@ def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
         bundle = incidents.incident(name)
         settings = bundle.settings.get("workbook", {})
         default = None if name == incidents.DEFAULT else settings.get("target")
-        return runner.Plan(root, name, target or default, tuple(settings.get("notebooks", ())))
+        return runner.Plan(
+            root,
+            name,
+            target or default,
+            tuple(settings.get("notebooks", ())),
+            settings=settings.get("parameters", {}),
+        )
     return runner.Plan(root, name, target)
 
 

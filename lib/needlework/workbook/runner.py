@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +199,9 @@ class Plan:
     target: str | None = None
     notebooks: tuple[str, ...] = ()  # an incident may name the notebooks that apply to it; empty means all
     record: bool = False  # keep what each notebook measures as runs/<notebook> of the incident
+    settings: Mapping[str, Mapping[str, Any]] = field(
+        default_factory=dict
+    )  # parameters by notebook, as the incident says
 
     @property
     def default(self) -> bool:
@@ -209,9 +212,12 @@ class Plan:
             writer.notebook_path(twin) if self.default else self.root / "build" / self.incident / f"{twin.stem}.ipynb"
         )
 
-    @property
-    def parameters(self) -> dict[str, Any]:
-        return {} if self.default else {"incident": self.incident, **({"target": self.target} if self.target else {})}
+    def parameters(self, twin: Path) -> dict[str, Any]:
+        """What is set after the notebook's `parameters` cell; nothing for the default incident and target."""
+        if self.default:
+            return {}
+        target = {"target": self.target} if self.target else {}
+        return {"incident": self.incident, **target, **self.settings.get(twin.stem, {})}
 
     def environment(self, twin: Path) -> dict[str, str]:
         """What one notebook is told: its own name, the incident, the target, and where to record."""
@@ -268,7 +274,7 @@ async def run_all(
                 nb = await execute(
                     twin,
                     root=plan.root,
-                    parameters=plan.parameters,
+                    parameters=plan.parameters(twin),
                     environment=plan.environment(twin),
                     timeout_s=timeout_s,
                 )

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import html
-import importlib.util
 import json
 import os
 import re
@@ -195,7 +194,7 @@ def _lab(stack: contextlib.ExitStack, spec: str, bundle: incidents.Incident | No
     options = {**{k: v for k, v in settings.items() if k in ("geometry", "seed")}, **plan.options}
     deployments = Arms(
         {
-            arm: functools.partial(_enter, stack, "needlework.lab", {"mode": arm, "faults": plan.faults, **options})
+            arm: functools.partial(_start_lab, stack, {"mode": arm, "faults": plan.faults, **options})
             for arm in plan.arms
         }
     )
@@ -206,8 +205,10 @@ def _lab(stack: contextlib.ExitStack, spec: str, bundle: incidents.Incident | No
     )
 
 
-def _enter(stack: contextlib.ExitStack, room: str, options: Mapping[str, Any]) -> Any:
-    return stack.enter_context(importlib.import_module(room).start(**options))
+def _start_lab(stack: contextlib.ExitStack, options: Mapping[str, Any]) -> Any:
+    from needlework import lab
+
+    return stack.enter_context(lab.start(**options))
 
 
 def _endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
@@ -223,19 +224,34 @@ def _endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
 
 
 def _vllm(stack: contextlib.ExitStack, spec: str) -> Target:
-    if importlib.util.find_spec("needlework.serving.vllm") is None:
-        raise TargetError("the target vllm needs `make engine` first; use lab, a URL, or recorded:<run>")
-    arms = tuple(spec.split(":", 1)[1].split(",")) if ":" in spec else ("combined", "pd")
-    deployments = Arms(
-        {arm: functools.partial(_enter, stack, "needlework.serving.vllm", {"mode": arm}) for arm in arms}
-    )
+    from needlework.serving import vllm
+
+    if (why := vllm.missing()) is not None:
+        raise TargetError(f"{why}; or use lab, a URL, or recorded:<run>")
+    names = tuple(dict.fromkeys(spec.split(":", 1)[1].split(","))) if ":" in spec else vllm.MODES
+    if unknown := [name for name in names if name not in vllm.MODES]:
+        raise TargetError(f"the target vllm has the arms {' and '.join(vllm.MODES)}, not {plain(unknown[0], 40)!r}")
+    # with both arms, the pair's decode server is the combined arm as well: one server less in memory
+    mode = "pd" if "pd" in names else "combined"
+    engine = functools.cache(lambda: stack.enter_context(vllm.start(mode)))
+    deployments = Arms(dict.fromkeys(names, engine))
     return Target(
         "vllm",
         spec,
-        Arms({arm: functools.partial(_endpoint, deployments, arm) for arm in arms}),
+        Arms({arm: functools.partial(_engine_endpoint, engine, arm) for arm in names}),
         deployments,
         "vLLM on this machine's CPU",
     )
+
+
+def _engine_endpoint(engine: Callable[[], Any], arm: str) -> Any:
+    from needlework.serving import Endpoint
+
+    running = engine()
+    if arm == "combined":
+        # its own salt: blocks that one arm has left in the server's cache must not answer for the other
+        return Endpoint(running.decode_url, extra={"cache_salt": "combined"})
+    return Endpoint(running.base_url, tokenizer_url=running.prefill_url, metrics_url=running.metrics_url)
 
 
 # ---- live URLs ----
