@@ -10,13 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from html import escape
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from . import formats
 from .writers import Writer
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,14 @@ class Field:
             shape = (pool.shape[0], page_tokens // rows, rows, self.bytes // width, width)
             stride = (pool.stride(0), self.stride * rows, width, rows * width, 1)
         return pool.as_strided(shape, stride, pool.storage_offset() + self.start(page_tokens))
+
+    def take(self, pool: Tensor, page_tokens: int, *index: Tensor) -> Tensor:
+        """A copy of the bytes at `index` (page, or page, row and place in its tile) of `view`."""
+        view = self.view(pool, page_tokens)
+        if view.is_cuda:
+            return view[index]
+        # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
+        return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
 
     def address(self, page_tokens: int) -> Tensor:
         """int64 [page_tokens, bytes]: where each byte of each token's field lies inside the page."""
@@ -140,12 +155,28 @@ class Layout:
             out[item.name] = stored if kind == torch.uint8 else stored.contiguous().view(kind)
         out["padding"] = raw[:, page_tokens * self.token_bytes :]
         out["scale_values"] = formats.decode(out["scales"], self["scales"].format)
-        out["values"] = self._values(out)
+        out["values"] = self.values(raw, page_tokens)
         return out
 
     def values(self, raw: Tensor, page_tokens: int = 64, out: Tensor | None = None) -> Tensor:
-        """Only the dequantised values, float32 [pages, page_tokens, dim], into `out` where it is given."""
+        """Only the dequantised values, float32 [pages, page_tokens, dim], into a contiguous `out` where it is given.
+
+        ValueError if `out` does not fit. On a CUDA device one fused kernel, where Triton is installed.
+        """
         self.check(raw, page_tokens)
+        shape = (raw.shape[0], page_tokens, self.dim)
+        if out is None:
+            out = torch.empty(shape, device=raw.device)
+        elif out.shape != shape or out.dtype != torch.float32 or out.device != raw.device or not out.is_contiguous():
+            raise ValueError(
+                f"{self.name}: values of this pool need a contiguous torch.float32 {list(shape)} on {raw.device}; "
+                f"found {out.dtype} {list(out.shape)} on {out.device}"
+            )
+        if raw.is_cuda and _has_triton() and raw.data_ptr() % 4 == raw.stride(0) % 4 == 0:
+            from . import device  # imports triton, and sets up its compiler
+
+            device.values(self, raw, page_tokens, out)
+            return out
         parts = {}
         for name in ("codes", "scales", "rope"):
             if name in self:
@@ -183,10 +214,12 @@ class Layout:
         stored = {}
         for item in self.fields:
             rows = item.tile[0] if item.tile else 1
-            taken = item.view(pool, page_tokens)[page, offset // rows, offset % rows].flatten(1)
+            taken = item.take(pool, page_tokens, page, offset // rows, offset % rows).flatten(1)
             stored[item.name] = taken.view(formats.FORMATS[item.format].stored)
         values = self._values({**stored, "scale_values": formats.decode(stored["scales"], self["scales"].format)})
-        values[flat < 0] = 0.0
+        holes = flat < 0
+        if bool(holes.any()):
+            values[holes] = 0.0
         return values.reshape(*slots.shape, self.dim)
 
     def scatter(
