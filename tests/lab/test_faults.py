@@ -22,10 +22,21 @@ def right(one, tokens: int, depth: float = 0.3, **options) -> bool:
     return (one.answer(prompt, **options) if isinstance(one, Pair) else answer(one, prompt, **options)) == RIGHT
 
 
-@pytest.mark.parametrize("fault", ["F01", "F05", "F06", "F08", "F04:stash=1"])
+@pytest.mark.parametrize("fault", ["F01", "F06:dims=120", "F08", "F04:stash=1"])
 def test_right_below_the_budget_and_wrong_above(fault):
     planted = engine(fault)
     assert right(planted, SHORT) and not right(planted, LONG)
+
+
+def test_a_smaller_budget_is_right_up_to_its_own_edge():
+    planted = engine("F05", top_k=64)  # the indexer selects 64 entries, the attention reads 16: 64 tokens
+    assert right(planted, SHORT) and not any(right(planted, LONG, depth) for depth in (0.1, 0.5))
+
+
+def test_rotated_keys_are_lost_gradually():
+    planted = engine("F06", top_k=128, chunk_tokens=1024)
+    hits = [sum(right(planted, tokens, depth) for depth in (0.1, 0.3, 0.5)) for tokens in (600, 5000)]
+    assert hits[0] == 3 and hits[1] < 3
 
 
 @pytest.mark.parametrize("fault", ["F13", "F14"])

@@ -346,6 +346,9 @@ def constants_in(interval: Sequence[float], config: Mapping[str, float] | None =
         add(limit, f"context limit = {limit}")
         add(limit // 2 + 2, f"half the context limit + 2 = {limit // 2 + 2}")
         add(limit // 2, f"half the context limit = {limit // 2}")
+    for n in (2, 4, 8) if topk else ():
+        for ratio in ratios or [1]:
+            add(n * topk * ratio, f"top-k candidate stash = {n} x top-k x ratio = {n} x {topk} x {ratio}")
     if config.get("stash"):
         add(int(config["stash"]), f"top-k candidate stash = {int(config['stash'])}")
     for stash in (4096, 16384):

@@ -299,6 +299,7 @@ _HARMLESS = frozenset(
         "wrong_needle",
         "many_faces",
         "buffers_equal",
+        "pages_right",
         "flips_loaded",
         "cold_loss_only",
     ]

@@ -25,6 +25,14 @@ def cache(v: View) -> list[Feature]:
         share = cold / asked.sum()
         text = f"{cold} of {int(asked.sum())} trials meant to be warm had no cached token"
         out.append(Feature("warm_vacuous", float(np.clip((share - 0.3) / 0.4, 0, 1)), text, int(asked.sum())))
+    sha = v.text("prompt_sha")
+    fresh = (sha != "") & ~pd.Series(sha).duplicated().to_numpy() & ~(v.turn > 1)
+    fresh &= ~np.isin(v.probe, ["turns", "abort"])
+    fresh &= np.isfinite(v.cached) & (v.length > 0)
+    if fresh.sum() >= 12:
+        false = int((v.cached[fresh] >= 0.25 * v.length[fresh]).sum())
+        text = f"{false} of {int(fresh.sum())} prompts that were never sent before hit the cache"
+        out.append(Feature("false_hit", float(np.clip(false / 3, 0, 1)), text, int(fresh.sum())))
     state = np.where(v.warm, "warm", np.where((v.cached == 0) | (v.cache == "cold"), "cold", ""))
     frame = v.frame.assign(_state=state)
     single = ~(v.load > 1)
@@ -38,6 +46,7 @@ def cache(v: View) -> list[Feature]:
         out.append(contrast(v, "warm_loss", v.warm & single, v.base & ~v.warm, "warm", "cold"))
     words = [f"{a} {b} {c}" for a, b, c in zip(v.arm, v.cache, v.label, strict=True)]
     reload = np.array([bool(RELOAD.search(word)) for word in words], bool)
+    reload &= v.warm  # what was never cached again has not come back from anywhere
     if min(v.rate(reload)[1], v.rate(v.warm & ~reload)[1]) >= 5:
         out.append(contrast(v, "reload_loss", reload, v.warm & ~reload, "reloaded", "device hits"))
     if any(f.name == "warm_loss" and (f.presence or 0) > 0.5 for f in out) and v.rate(v.warm & single)[1] >= 12:
@@ -109,7 +118,7 @@ def order(v: View) -> list[Feature]:
 
 def load(v: View) -> list[Feature]:
     out = []
-    many, alone = (v.load > 1) & v.good, (v.load <= 1) & ~v.warm & v.good & v.base
+    many, alone = (v.load > 1) & v.good & ~v.warm & (v.probe != "abort"), (v.load <= 1) & ~v.warm & v.good & v.base
     if min(v.rate(many)[1], v.rate(alone)[1]) >= 8:
         out.append(contrast(v, "load_loss", many, alone, "concurrent", "serial"))
         sizes = v.load[many]

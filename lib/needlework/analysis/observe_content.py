@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from needlework.analysis import trials as table
-from needlework.analysis.view import Feature, View
+from needlework.analysis.view import Feature, View, best_split
 
 LOOP = re.compile(r"(.{2,40}?)\1{5,}", re.DOTALL)
 FLAGS = {
@@ -171,16 +171,31 @@ def usage(v: View) -> list[Feature]:
     return out
 
 
+# page findings by what they speak of; the layout comes first, for its scales and stale entries are only its shadow
+FINDINGS = {
+    "page_layout": r"layout|interleav|tiled|packed|transposed|row-format|wrong-format",
+    "page_nonfinite": r"\bnan\b|\binf\b|non.?finite|uninitiali|absurd",
+    "page_scale": r"scale|rounding|power of two",
+    "page_stale": r"stale|previous owner|unchanged|not written|never-written|missing|zero page|swapped|foreign",
+}
+
+
 def inside(v: View) -> list[Feature]:
     out = []
     digests = v.evidence.get("digests") or {}
     if digests:
         differ = [name for name, equal in digests.items() if equal is False]
-        side = [name for name in differ if re.search(r"(?i)index|scale|draft|window|swa|state|side", str(name))]
+        side = [name for name in digests if re.search(r"(?i)index|scale|draft|window|swa|state|side", str(name))]
+        main = [name for name in differ if name not in side]
         text = f"buffers that differ across the transfer: {', '.join(map(str, differ)) or 'none'}"
-        out.append(Feature("side_buffer_differs", float(bool(side) and len(differ) < len(digests)), text, len(digests)))
-        out.append(Feature("all_buffers_differ", float(len(differ) == len(digests)), text, len(digests)))
-        out.append(Feature("buffers_equal", float(not differ), text, len(digests)))
+        all_ = len(differ) == len(digests)
+        for name, seen in (
+            ("side_buffer_differs", bool(differ) and not main),
+            ("main_buffer_differs", bool(main) and not all_),
+            ("all_buffers_differ", all_),
+            ("buffers_equal", not differ),
+        ):
+            out.append(Feature(name, float(seen), text, len(digests)))
     pages = v.evidence.get("pages")
     if pages is not None:
         rows = (
@@ -189,20 +204,19 @@ def inside(v: View) -> list[Feature]:
             else [str(p) for p in pages]
         )
         words = " ".join(rows).lower()
-        for name, pattern in (
-            ("page_layout", r"layout|interleav|tiled|packed|transposed"),
-            ("page_scale", r"scale|rounding|power of two"),
-            ("page_nonfinite", r"\bnan\b|\binf\b|non.?finite|uninitiali"),
-            ("page_stale", r"stale|previous owner|unchanged|not written|zero page|swapped|foreign"),
-        ):
-            out.append(
-                Feature(
-                    name,
-                    float(bool(re.search(pattern, words))),
-                    f"page findings {'' if re.search(pattern, words) else 'do not '}name {name.removeprefix('page_')}",
-                    len(rows),
-                )
-            )
+        layout = bool(re.search(FINDINGS["page_layout"], words))
+        for name, pattern in FINDINGS.items():
+            seen = bool(re.search(pattern, words)) and (name == "page_layout" or not layout)
+            what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
+            out.append(Feature(name, float(seen), what, len(rows)))
+        out.append(Feature("pages_right", float(not rows), f"{len(rows)} kinds of findings in the pages", len(rows)))
+    placed = v.evidence.get("placement") or []
+    if len(placed) >= 8:
+        where = best_split(*(np.array(c, float) for c in zip(*placed, strict=True)))
+        gain = where.gain if where else 0.0
+        words = f"above page {where.low:,.0f} to {where.high:,.0f}" if where else "at no page number"
+        strength = float(np.clip((gain - 2) / 3, 0, 1))
+        out.append(Feature("placement", strength, f"the same content is lost {words}", len(placed)))
     logs = v.evidence.get("logs")
     if logs:
         for name, pattern in (

@@ -117,13 +117,15 @@ def _constants(v: View, edge: Split, narrow: float) -> list[Feature]:
     out = []
     found = constants_in((edge.low, edge.high), v.config)
     weight = float(np.clip(1.25 - narrow / 1.2, 0.15, 1))
+    # a budget above the configured one loses nothing; a list of candidates is some times as long as the selection
+    own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
     kinds = {
         "edge_at_topk": lambda c: c.formula.startswith("top-k") and "stash" not in c.formula,
-        "edge_at_other_k": lambda c: c.formula.startswith("another"),
+        "edge_at_other_k": lambda c: c.formula.startswith("another") and (not own or c.value < own),
         "edge_at_window": lambda c: c.formula.startswith("window"),
         "edge_at_chunk": lambda c: "chunk" in c.formula and c.specific,
         "edge_at_limit": lambda c: "context limit" in c.formula,
-        "edge_at_stash": lambda c: "stash" in c.formula,
+        "edge_at_stash": lambda c: "stash" in c.formula and (narrow <= 0.2 or "usual" not in c.formula),
     }
     for name, test in kinds.items():
         if name == "edge_at_topk" and "topk" not in v.config:
@@ -131,8 +133,6 @@ def _constants(v: View, edge: Split, narrow: float) -> list[Feature]:
         if name in ("edge_at_window", "edge_at_chunk", "edge_at_limit") and _CONFIG[name] not in v.config:
             continue
         match = [c for c in found if test(c)]
-        if name == "edge_at_stash" and narrow > 0.2:
-            continue
         text = (
             f"the edge fits {match[0].formula}"
             if match

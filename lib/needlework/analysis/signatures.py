@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 # How often a feature is there for a reason that is not the class in question.
 BACKGROUND = {
     **dict.fromkeys(
-        ("comb", "comb_warm", "placement", "crossed_identity", "judge_wrong", "truncated", "tiny_prompt"), 0.02
+        ("comb", "comb_warm", "placement", "crossed_identity", "judge_wrong", "truncated", "tiny_prompt", "false_hit"),
+        0.02,
     ),
     **dict.fromkeys(("last_chunk_only", "warm_vacuous", "cold_loss_only", "reload_loss", "reference_same"), 0.03),
     **dict.fromkeys(("length_estimate", "long_suffix_heals", "padded_loss", "pd_loss", "draft_accept"), 0.03),
@@ -303,7 +304,7 @@ SIGNATURES: tuple[Signature, ...] = (
             "plain_loss": 0.06,
             "comb_warm": 0.1,
             "heals_cache": 0.85,
-            "abort_loss": 0.05,
+            "abort_loss": 0.4,  # the aborted prompt asked again is a hit as well
             "token_zero": 0.15,
             "reload_loss": 0.05,
             "rare_loss": 0.2,
@@ -335,6 +336,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "the cache key misses an identity",
         {
             "crossed_identity": 0.95,
+            "false_hit": 0.85,
             "foreign": 0.65,
             "warm_loss": 0.3,
             "plain_loss": 0.05,

@@ -45,7 +45,8 @@ def settings(evidence: Any) -> dict[str, Any]:
     """Evidence as a plain dict; every part is optional.
 
     `config` (topk, ratio, window, page, chunk, context_limit), `digests` (buffer -> equal?), `pages` (words or codes of
-    page findings), `logs` (rule -> count), `flags` (flag that was switched -> True when that heals).
+    page findings; empty when pages were looked at and nothing was found), `placement` ((physical page, hit) of one
+    content in several places), `logs` (rule -> count), `flags` (flag that was switched -> True when that heals).
     """
     if evidence is None:
         return {}
@@ -53,9 +54,9 @@ def settings(evidence: Any) -> dict[str, Any]:
         evidence = asdict(evidence)
     if not isinstance(evidence, Mapping):
         raise ValueError(
-            "evidence is a mapping or a dataclass with config, digests, pages, logs, flags; each is optional"
+            "evidence is a mapping or a dataclass with config, digests, pages, placement, logs, flags; each is optional"
         )
-    known = {"config", "digests", "pages", "logs", "flags"}
+    known = {"config", "digests", "pages", "placement", "logs", "flags"}
     found = {key: evidence[key] for key in known if evidence.get(key) is not None}
     flat = {key: value for key, value in evidence.items() if key not in known}
     found["config"] = _numbers({**flat, **dict(found.get("config", {}))})

@@ -13,21 +13,24 @@ STRENGTHS = ("mild", "default", "severe")
 PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
 # two causes at once, of different kinds and in different places of the stack
 PAIRS = ("F01+F17", "F02+F09", "F05+F12", "F07+F09", "F07+N3", "F14+F09", "F06+F11", "N1+F17")
-# Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 1,024, a page at 64.
-GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 1024}
+# Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 1,536, a page at 64.
+GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 1536, "pages": 129}
 PLAN = Plan(
-    lengths=(160, 300, 460, 800, 1500, 2700),
+    lengths=(110, 170, 300, 440, 800, 1500, 2700),
     arm_lengths=(700, 2000, 5000),
     aa_pairs=6,
     residue_start=1100,
     period=16,
-    warm_lengths=(300, 900),
+    residue_requests=60,
+    warm_lengths=(300,),
     warm_repeats=2,
     turn_length=700,
     turn_repeats=2,
     crowd=((3, 6), (4, 8), (6, 6)),
     crowd_lengths=(250, 400),
-    abort_length=1800,
+    fill_tokens=8200,
+    reload_length=400,
+    abort_length=2200,
     abort_rounds=3,
 )
 
@@ -46,14 +49,14 @@ class Case:
         return "+".join(self.faults) or "healthy"
 
     @property
-    def key(self) -> str:
-        """Name of the case's folder: says what it is, and changes with the battery and the geometry."""
-        how = hashlib.sha256(repr((sorted(GEOMETRY.items()), asdict(PLAN))).encode()).hexdigest()[:6]
-        return f"{self.label}-{self.strength}-{self.mode}-{self.seed}-{how}"
-
-    @property
     def planted(self) -> tuple[str, ...]:
         return tuple(f"{code}@{self.strength}" for code in self.faults)
+
+
+def key(case: Case, plan: Plan = PLAN) -> str:
+    """Name of a case's folder: says what it is, and changes with the battery and the geometry."""
+    how = hashlib.sha256(repr((sorted(GEOMETRY.items()), asdict(plan))).encode()).hexdigest()[:6]
+    return f"{case.label}-{case.strength}-{case.mode}-{case.seed}-{how}"
 
 
 def cases(classes: Iterable[str], strengths: Sequence[str], seeds: Iterable[int], *, healthy: int = 0) -> list[Case]:

@@ -13,7 +13,8 @@ from needlework.serving import Endpoint, TransportError, dialects
 from needlework.serving import run as run_coroutine
 
 CONFIG = ("index_topk", "compress_ratio", "sliding_window", "page_size", "chunked_prefill_size", "context_length")
-WITNESS_LINES = 110  # about 1,400 tokens: more than one pass, and more keys than the budget of the selection
+VALUE = "58213"
+PLACES = 12  # times that one content is put into other pages
 
 
 def config_of(endpoint: Endpoint) -> dict[str, int]:
@@ -23,14 +24,16 @@ def config_of(endpoint: Endpoint) -> dict[str, int]:
 
 
 def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) -> dict[str, Any]:
-    """Digests of every transfer, page findings, and counters, in the form that `analysis.diagnose` takes."""
-    found: dict[str, Any] = {"logs": {}, "pages": []}
+    """Digests of every transfer, page findings, places and counters, in the form that `analysis.diagnose` takes."""
+    figures = [run_coroutine(dialects.read_metrics(server)) for server in deployment.servers.values()]
+    found: dict[str, Any] = {"logs": {"failed transfers": int(sum(f["transfer_failed"] or 0 for f in figures))}}
     if deployment.mode == "pd":
         found["digests"] = _digests(deployment)
-    figures = [run_coroutine(dialects.read_metrics(server)) for server in deployment.servers.values()]
-    failed = sum(f["transfer_failed"] or 0 for f in figures)
-    found["logs"] = {"failed transfers": int(failed)}
-    found["pages"] = sorted(_page_findings(deployment, reference))
+    try:
+        found["pages"] = sorted(_page_findings(deployment, reference))
+        found["placement"] = _placement(deployment)
+    except TransportError:
+        pass  # a deployment that can not be asked any more offers nothing
     return found
 
 
@@ -47,48 +50,64 @@ def _digests(deployment: InsideDeployment) -> dict[str, bool]:
     return equal
 
 
+def _witness() -> tuple[list[dict[str, str]], str]:
+    """A prompt of about 1,400 tokens (more than one pass, more keys than the selection's budget) and the text up to
+    its fact."""
+    lines = [f"The counter of shelf {i} in the archive reads {(i * 7919) % 90000 + 10000}." for i in range(100)]
+    head = "\n".join(lines[:40]) + "\nThe secret code of the amber falcon is "
+    text = head + VALUE + ".\n" + "\n".join(lines[40:]) + "\nWhat is the secret code of the amber falcon?"
+    return [{"role": "user", "content": text}], head
+
+
 def _page_findings(deployment: InsideDeployment, reference: InsideDeployment | None) -> set[str]:
     """Names of findings in the pages of one witness prompt: judged alone, and against a reference's."""
-    lines = [
-        f"The counter of shelf {i} in the archive reads {(i * 7919) % 90000 + 10000}." for i in range(WITNESS_LINES)
-    ]
-    messages = [
-        {"role": "user", "content": "\n".join(lines) + "\nWhat does the counter of shelf 7 in the archive read?"}
-    ]
+    messages, _ = _witness()
     found: set[str] = set()
-    last = "decode" if deployment.mode == "pd" else "combined"
-    try:
-        run_coroutine(deployment.endpoint.chat(messages, max_tokens=8))
+    run_coroutine(deployment.endpoint.chat(messages, max_tokens=8))
+    if reference is not None:
+        run_coroutine(reference.endpoint.chat(messages, max_tokens=8))
+    for name in ("c4_index.0", "c4_kv.0"):
+        header, pool = _pages(_reader(deployment), messages, name)
+        layout, size, entries = LAYOUTS[header["layout"]], header["page_tokens"], header["entries"]
+        live = (torch.arange(pool.shape[0] * size) < entries).view(-1, size)
+        alone = diagnose(pool, layout, size, live=live)
+        found |= set(alone[alone["severity"] == "error"]["name"])
         if reference is not None:
-            run_coroutine(reference.endpoint.chat(messages, max_tokens=8))
-        for name in ("c4_index.0", "c4_kv.0"):
-            header, here = _pages(deployment.servers[last], messages, name)
-            layout = LAYOUTS[header["layout"]]
-            size, entries = header["page_tokens"], header["entries"]
-            pool = _pool(here, len(header["page_ids"]))
-            live = (torch.arange(pool.shape[0] * size) < entries).view(-1, size)
-            alone = diagnose(pool, layout, size, live=live)
-            found |= set(alone[alone["severity"] == "error"]["name"])
-            if reference is not None:
-                other, there = _pages(reference.servers["combined"], messages, name)
-                against = compare(_pool(there, len(other["page_ids"])), pool, layout, size, entries=entries)
-                found |= {
-                    f"{name.split('.')[0]} {n} {f}" for n, f in zip(against["name"], against["field"], strict=True)
-                }
-    except (TransportError, KeyError, ValueError) as error:
-        found.add(f"no dump: {type(error).__name__}")
+            _, right = _pages(_reader(reference), messages, name)
+            against = compare(right, pool, layout, size, entries=entries)
+            pairs = zip(against["name"], against["field"], strict=True)
+            found |= {f"{name.split('.')[0]} {what} {field}" for what, field in pairs}
     return found
 
 
-def _pool(raw: bytes, pages: int) -> torch.Tensor:
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(pages, -1)
+def _placement(deployment: InsideDeployment) -> list[tuple[int, int]]:
+    """(physical page of the fact, hit): one prompt under several salts lies in other pages each time."""
+    server, (messages, head) = _reader(deployment), _witness()
+    prefix = {"messages": [{"role": "user", "content": head}]}
+    token = run_coroutine(deployment.servers[next(iter(deployment.servers))].post_json("/tokenize", prefix))["count"]
+    page_tokens = config_of(server)["page_size"]
+    out = []
+    for number in range(PLACES):
+        salt = {"cache_salt": f"place {number}"}
+        reply = run_coroutine(deployment.endpoint.chat(messages, max_tokens=8, fields=salt))
+        told = run_coroutine(server.post_json("/lab/digests", {"messages": messages, **salt}))["buffers"]["c4_kv.0"]
+        page = int(token) // page_tokens - told["first_page"]
+        if 0 <= page < len(told["pages"]):
+            out.append((int(told["pages"][page]), int(VALUE in reply.text)))
+    return out
 
 
-def _pages(server: Endpoint, messages: list[dict[str, str]], buffer: str) -> tuple[dict[str, Any], bytes]:
+def _reader(deployment: InsideDeployment) -> Endpoint:
+    """The server that decodes."""
+    return deployment.servers["decode" if deployment.mode == "pd" else "combined"]
+
+
+def _pages(server: Endpoint, messages: list[dict[str, str]], buffer: str) -> tuple[dict[str, Any], torch.Tensor]:
     async def fetch() -> tuple[dict[str, Any], bytes]:
         body = {"messages": messages, "buffer": buffer}
         async with server._open("POST", "/lab/pages", body) as (response, chunks):
             raw = b"".join([chunk async for chunk in chunks])
             return json.loads(response.headers["x-needlework-pages"]), raw
 
-    return run_coroutine(fetch())
+    header, raw = run_coroutine(fetch())
+    return header, torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(len(header["page_ids"]), -1)

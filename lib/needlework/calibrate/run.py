@@ -13,7 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from needlework.calibrate.cases import GEOMETRY, PLAN, Case
+from needlework.calibrate.cases import GEOMETRY, PLAN, Case, key
+from needlework.probes.battery import Plan, battery
 
 WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share their weights
 
@@ -47,19 +48,18 @@ def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield examined, others
 
 
-def run_case(case: Case, folder: str) -> dict[str, Any]:
+def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
     """Measure one case into `folder`/<key> (or read it back) and return its row of the results."""
     from needlework.calibrate.evidence import config_of, inside_of
-    from needlework.probes.battery import battery
 
-    here = Path(folder) / "runs" / case.key
+    here = Path(folder) / "runs" / key(case, plan)
     done = here / "evidence.json"
     if not done.is_file():
         started, cpu = time.perf_counter(), time.process_time()
         with _deployments(case) as (examined, others):
             targets = {name: other.endpoint for name, other in others.items()}
             name = "pd" if case.mode == "pd" else "single"
-            result = battery(examined.endpoint, here, name=name, others=targets, plan=PLAN, seed=case.seed)
+            result = battery(examined.endpoint, here, name=name, others=targets, plan=plan, seed=case.seed)
             facts = {
                 "config": config_of(next(iter(examined.servers.values()))),
                 "requests": examined.transport.generated,
@@ -71,19 +71,20 @@ def run_case(case: Case, folder: str) -> dict[str, Any]:
         temporary = done.with_suffix(".part")
         temporary.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(temporary, done)
-    return judge(case, folder)
+    return judge(case, folder, plan)
 
 
-def judge(case: Case, folder: str) -> dict[str, Any]:
+def judge(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
     """Diagnose a measured case, from outside alone and with what the deployment offers inside."""
     import pandas as pd
 
     from needlework.analysis import diagnose
 
-    here = Path(folder) / "runs" / case.key
+    here = Path(folder) / "runs" / key(case, plan)
     facts = json.loads((here / "evidence.json").read_text(encoding="utf-8"))
-    trials = pd.read_json(here / "table.jsonl", lines=True, dtype=False, convert_dates=False)
-    row: dict[str, Any] = {**asdict(case), "label": case.label, "key": case.key, "requests": facts["requests"]}
+    lines = (here / "table.jsonl").read_text(encoding="utf-8").splitlines()
+    trials = pd.DataFrame([json.loads(line) for line in lines])
+    row: dict[str, Any] = {**asdict(case), "label": case.label, "key": here.name, "requests": facts["requests"]}
     row |= {"trials": len(trials), "skipped": facts["skipped"], "wall_s": facts["wall_s"], "cpu_s": facts["cpu_s"]}
     for view, evidence in (
         ("outside", {"config": facts["config"]}),
@@ -105,6 +106,7 @@ def calibrate(
     wanted: Iterable[Case],
     folder: str | Path,
     *,
+    plan: Plan = PLAN,
     executor: Executor | None = None,
     workers: int = 2,
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
@@ -125,7 +127,9 @@ def calibrate(
 
             context = multiprocessing.get_context("spawn")  # torch and threads do not survive a fork
             executor = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
-        futures: dict[Future[dict[str, Any]], Case] = {executor.submit(run_case, c, str(folder)): c for c in cases}
+        futures: dict[Future[dict[str, Any]], Case] = {
+            executor.submit(run_case, c, str(folder), plan): c for c in cases
+        }
         with open(Path(folder) / "results.jsonl", "a", encoding="utf-8") as out:
             for future in _finished(futures):
                 row = future.result()
@@ -134,7 +138,7 @@ def calibrate(
                 out.flush()
                 if progress is not None:
                     progress(len(rows), len(cases), row)
-    return [rows[case.key] for case in cases]
+    return [rows[key(case, plan)] for case in cases]
 
 
 def _finished(futures: dict[Future[dict[str, Any]], Case]) -> Iterator[Future[dict[str, Any]]]:

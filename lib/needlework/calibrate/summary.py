@@ -122,7 +122,7 @@ class Summary:
 _LEGEND = """Columns: *runs* with this class planted; *detected*: something other than "healthy" was named or ranked
 first; *first*, *three*: the planted class is ranked first, or is (for pairs: both are) among the first three;
 *healthy*: the verdict was "healthy"; *accused*: a class was named that was not planted; *both*, *two causes*: for
-pairs, both ranked in the first two, and said to be two; *requests* to the examined deployment in one run of the battery;
+pairs, both ranked in the first two, and said to be two; *requests* to the examined deployment in one run;
 *taken for*: what was ranked first instead."""
 
 

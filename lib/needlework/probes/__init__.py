@@ -10,6 +10,7 @@ from .journal import Journal, Recorded
 from .load import drift, echo
 from .prompts import PromptSpec
 from .recall import depth_profile, recall
+from .reload import reload
 from .residues import scan_residues
 from .result import Result
 from .text import coherence, pool
@@ -35,6 +36,7 @@ __all__ = [
     "find_cliff",
     "pool",
     "recall",
+    "reload",
     "scan_residues",
     "turns",
     "warm_cold",

@@ -21,7 +21,7 @@ from .result import Result, finish, outcomes, share
 
 # share of the expected time to first token at which the request is dropped; decode waits for the first token
 STAGES = {"queued": 0.0, "prefill": 0.4, "transfer": 0.95, "decode": None}
-ROLES = ("bystander", "followup", "after")
+ROLES = ("bystander", "after", "followup")
 SETTLE_S = 10.0
 
 
@@ -48,10 +48,10 @@ def abort(
     how     "disconnect" (works everywhere), or "call": the server's abort route, where one was found. Only requests
             that this instrument sent are aborted, never others'.
 
-    Each round sends a victim and a bystander together, drops the victim, then asks the victim's question again (its
-    prefix may be cached: `followup`) and one fresh question (`after`: pages may be reused). `.table` has one row a
-    stage and role; `.details` holds `dishonest` (aborted answers that claim another finish reason) and `stuck` (rounds
-    after which the running-requests gauge did not return; None when no gauge is offered).
+    Each round sends a victim and a bystander together, drops the victim, then asks one fresh question (`after`: it may
+    get the victim's pages) and the victim's question again (`followup`: its prefix may be cached, and overwritten).
+    `.table` has one row a stage and role; `.details` holds `dishonest` (aborted answers that claim another finish
+    reason) and `stuck` (rounds after which the running-requests gauge did not return; None when no gauge is offered).
     """
     for stage in stages:
         if stage not in STAGES:

@@ -7,7 +7,7 @@ and of captured sizes, and the aftermath of aborts. Everything goes into one jou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from needlework.serving import TransportError
 from .abort import abort
 from .arms import compare_arms
 from .bench import Target
+from .budget import Limits
 from .load import echo
 from .recall import recall
+from .reload import reload
 from .residues import scan_residues
 from .result import Result
 from .turns import turns
@@ -34,10 +36,12 @@ class Plan:
 
     lengths         of the recall grid; arm_lengths: of the identical prompts on two servers
     aa_pairs        identical prompts sent to the examined server twice
-    residue_start   first length of the residue scan, `period` lengths long
+    residue_start   first length of the residue scan, `period` lengths long, in at most `residue_requests`
     warm_lengths    of the cold and warm pairs; turn_length: of the first turn
     crowd           (requests in flight, trials): sizes on both sides of captured batch sizes; crowd_lengths
     abort_length    of the aborted requests, each stage `abort_rounds` times
+    fill_tokens     size of the device's pool, to push prompts of reload_length out of it (0: not tried)
+    instruments     which of them to run
     """
 
     lengths: tuple[int, ...] = (384, 768, 1536, 3072, 6144, 12288)
@@ -46,6 +50,7 @@ class Plan:
     aa_pairs: int = 8
     residue_start: int = 3000
     period: int = 128
+    residue_requests: int = 400
     warm_lengths: tuple[int, ...] = (1024, 4096)
     warm_repeats: int = 4
     turn_length: int = 2048
@@ -54,6 +59,9 @@ class Plan:
     crowd_lengths: tuple[int, ...] = (512, 1024)
     abort_length: int = 4096
     abort_rounds: int = 3
+    fill_tokens: int = 0
+    reload_length: int = 1024
+    instruments: tuple[str, ...] = ("recall", "arms", "residues", "warm_cold", "turns", "reload", "echo", "abort")
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,6 @@ def battery(
     others: Mapping[str, Target] | None = None,
     plan: Plan | None = None,
     seed: int = 0,
-    only: Collection[str] | None = None,
     step: Callable[[str], None] | None = None,
 ) -> BatteryResult:
     """Run every instrument against `endpoint`; the journal is the folder `run`.
@@ -92,7 +99,6 @@ def battery(
     name    of the examined deployment as an arm: "pd" or "combined" where that is what it is
     others  servers to send identical prompts to, by arm name: "combined" (the same build without the split), and
             "reference" (an independent server with the same weights)
-    only    instruments to run, of recall, arms, residues, warm_cold, turns, echo, abort (default all)
     step    called with each instrument's name before it runs
 
     An instrument that the endpoint does not allow (no tokenise route, a window too short) is skipped with its reason.
@@ -117,16 +123,26 @@ def battery(
         work[f"arms {other}"] = arms
     quiet = {**common, "arm": name, "controls": False}
     work["residues"] = lambda: scan_residues(
-        endpoint, start=p.residue_start, period=p.period, distance=80, max_tokens=24, **quiet
+        endpoint,
+        start=p.residue_start,
+        period=p.period,
+        distance=80,
+        max_tokens=24,
+        limits=Limits(requests=p.residue_requests),
+        **quiet,
     )
     work["warm_cold"] = lambda: warm_cold(endpoint, lengths=p.warm_lengths, repeats=p.warm_repeats, **quiet)
     work["turns"] = lambda: turns(
         endpoint, shapes=("tell_ask", "interrupted"), length=p.turn_length, repeats=p.turn_repeats, **quiet
     )
+    if p.fill_tokens:
+        loose = {**common, "arm": name}
+        work["reload"] = lambda: reload(endpoint, fill_tokens=p.fill_tokens, length=p.reload_length, **loose)
     for size, trials in p.crowd:
 
         def crowd(size: int = size, trials: int = trials) -> Result:
-            return echo(endpoint, concurrency=size, trials=trials, lengths=p.crowd_lengths, **quiet)
+            own = {**quiet, "seed": seed + 1000 * size}  # fresh text: a prompt met before would be warm
+            return echo(endpoint, concurrency=size, trials=trials, lengths=p.crowd_lengths, **own)
 
         work[f"echo {size}"] = crowd
     work["abort"] = lambda: abort(
@@ -134,7 +150,7 @@ def battery(
     )
     results, skipped = {}, {}
     for title, instrument in work.items():
-        if only is not None and title.split()[0] not in only:
+        if title.split()[0] not in p.instruments:
             continue
         if step is not None:
             step(title)

@@ -1,0 +1,90 @@
+"""Evict and reload: is a prefix still right after it has left the device and come back from a slower tier?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
+from .budget import Limits
+from .prompts import PromptSpec
+from .recall import surprising
+from .result import Result, finish, outcomes, share
+
+FILL_LENGTH = 4000  # tokens of a prompt that only pushes others out
+
+
+def reload(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    fill_tokens: int,
+    prompts: int = 8,
+    length: int = 1024,
+    depth: float = 0.3,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    seed: int = 0,
+    arm: str = "",
+    limits: Limits | None = None,
+    confirm: Confirm | None = None,
+    progress: bool = False,
+) -> Result:
+    """Ask `prompts` facts cold and again (a device hit), then push them out with fresh prompts, then ask once more.
+
+    fill_tokens  prompt tokens sent in between: the size of the device's pool, as /server_info or the log states it
+
+    A prompt counts as reloaded only when the last send reports cached tokens; without a slower tier it is cold again,
+    and nothing is said. `.details` holds `reloaded` (how many were).
+    """
+    if fill_tokens < 1 or prompts < 1:
+        raise ValueError("reload needs at least one prompt and a number of tokens that fill the device's pool")
+    specs = [with_seed(PromptSpec(length, depth, genre, needle, seed), 61, i) for i in range(prompts)]
+    size = min(FILL_LENGTH, fill_tokens)
+    fills = [
+        Ask("reload", with_seed(PromptSpec(size, depth, genre, needle, seed), 62, i), arm=arm, label="fill")
+        for i in range(-(-fill_tokens // size))
+    ]
+    states = (("cold", "first", 0), ("warm", "device", 1), ("warm", "reload", 2))
+    first, device, back = (
+        [Ask("reload", spec, arm=arm, cache=cache, label=label, send=send) for spec in specs]
+        for cache, label, send in states
+    )
+    rows: list[Row] = []
+    stopped = ""
+    with Bench(endpoint, run, probe="reload", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
+        bench.note(fill_tokens=fill_tokens, prompts=prompts, length=length, seed=seed)
+        try:
+            bench.plan([*first, *device, *fills, *back])
+            for cold, again in zip(first, device, strict=True):
+                rows += bench.ask([cold, again])
+            for part in (fills, back):
+                rows += bench.ask(part)
+        except Stopped as reason:
+            stopped = str(reason)
+        held = [r for r in rows if r["label"] == "device" and r["cached_tokens"]]
+        came = [r for r in rows if r["label"] == "reload" and r["cached_tokens"]]
+        sentence, verdict = _describe(held, came)
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(rows), stopped=stopped,
+                      details={"reloaded": len(came)})  # fmt: skip
+
+
+def _table(rows: list[Row]) -> Any:
+    """One row a state: hits of measured, and how many had cached tokens."""
+    import pandas as pd
+
+    out = []
+    for label in ("first", "device", "reload"):
+        members = [r for r in rows if r["label"] == label]
+        hits, measured = outcomes(members)
+        cached = sum(bool(r["cached_tokens"]) for r in members)
+        out.append({"state": label, "hits": hits, "measured": measured, "with cached tokens": cached})
+    return pd.DataFrame(out)
+
+
+def _describe(held: list[Row], came: list[Row]) -> tuple[str, str]:
+    if not came:
+        return "No prompt came back from a slower tier: nothing is said about reloading.", "not proven"
+    text = f"Hits on the device: {share(held)}; the same prompts after they were pushed out: {share(came)}."
+    bad = surprising(*outcomes(came)) and not surprising(*outcomes(held))
+    return text, "finding" if bad else "healthy"
