@@ -17,6 +17,8 @@ VALUE_DIM = 512
 
 def gather_entries(pool: Tensor, slots: Tensor, layout: str, page_tokens: int, dtype: torch.dtype) -> Tensor:
     """Entries of a pool at slots [B, K] as numbers [B, K, dim]; zeros at slot -1, whose bytes are never read."""
+    if len(slots) == 1:
+        return layout_of(layout).gather(pool, slots, page_tokens=page_tokens).to(dtype)
     flat = slots.reshape(-1).long()
     used, place = torch.unique(flat[flat >= 0], return_inverse=True)  # a slot shared by many rows is decoded once
     out = torch.zeros((len(flat), layout_of(layout).dim), dtype=dtype, device=pool.device)

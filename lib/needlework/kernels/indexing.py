@@ -137,7 +137,7 @@ def _keys_and_scales(
         keys = layout.decode(pool[pages], page_tokens)["values"].reshape(-1, layout.dim).to(dtype)
         return keys, torch.ones(len(keys), dtype=dtype, device=keys.device)
     stored = [
-        layout[name].view(pool, page_tokens)[pages].reshape(len(pages) * page_tokens, -1)
+        layout[name].take(pool, page_tokens, pages).reshape(len(pages) * page_tokens, -1)
         for name in ("codes", "scales")
     ]
     keys = formats.decode(stored[0], layout["codes"].format).to(dtype)

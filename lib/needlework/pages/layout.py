@@ -70,6 +70,14 @@ class Field:
         # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
         return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
 
+    def take(self, pool: Tensor, page_tokens: int, *index: Tensor) -> Tensor:
+        """A copy of the bytes at `index` (page, or page, row and place in its tile) of `view`."""
+        view = self.view(pool, page_tokens)
+        if view.is_cuda:
+            return view[index]
+        # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
+        return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
+
     def address(self, page_tokens: int) -> Tensor:
         """int64 [page_tokens, bytes]: where each byte of each token's field lies inside the page."""
         rows, width = self.tile or (1, self.bytes)
