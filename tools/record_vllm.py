@@ -140,15 +140,19 @@ def serve(options: argparse.Namespace) -> None:
     switches = {
         "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_DEEP_GEMM_WARMUP": "skip", "UCX_TLS": "all", "PYTHONUNBUFFERED": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }  # fmt: skip
     started, pids = time.monotonic(), {}
-    for number, role in enumerate(ROLES):
+    for role in options.roles.split(","):
+        number = ROLES.index(role)
         environment = os.environ | switches | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(options.port + 50 + number)}
         with open(options.out / f"{role}.log", "wb") as log:
             line = command(role, options.out / "model", options.port + number)
             child = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
         pids[role] = child
-    (options.out / "pids.json").write_text(json.dumps({role: child.pid for role, child in pids.items()}))
+    known = options.out / "pids.json"
+    before = json.loads(known.read_text()) if known.exists() else {}
+    known.write_text(json.dumps(before | {role: child.pid for role, child in pids.items()}))
     waiting = dict(pids)
     while waiting:
         for role, child in list(waiting.items()):
@@ -213,12 +217,12 @@ class Asker:
 
     def __init__(self, options: argparse.Namespace):
         self.options = options
-        self.client = httpx.Client(timeout=httpx.Timeout(150, connect=5))
+        self.client = httpx.Client(timeout=httpx.Timeout(60, connect=5))
         self.ordinal = 0
         self.last_blocks: dict[str, list[int]] = {}  # of the request last sent through the pair, by role
 
-    def post(self, role: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        answer = self.client.post(f"{url(self.options, role)}{path}", json=body)
+    def post(self, role: str, path: str, body: dict[str, Any] | None = None, slow: bool = False) -> httpx.Response:
+        answer = self.client.post(f"{url(self.options, role)}{path}", json=body, timeout=150 if slow else 60)
         if answer.status_code != 200:
             raise RuntimeError(f"{role} answered {path} with {answer.status_code}: {answer.text[:300]}")
         return answer
@@ -226,7 +230,7 @@ class Asker:
     def order(self, role: str, do: str, **more: Any) -> dict[str, Any]:
         """One order to the worker behind a server. Raises RuntimeError with what the worker says."""
         body = {"method": "needlework", "args": [json.dumps({"do": do, **more})]}
-        result = self.post(role, "/collective_rpc", body).json()["results"][0]
+        result = self.post(role, "/collective_rpc", body, slow=do == "check").json()["results"][0]
         if "problem" in result:
             raise RuntimeError(f"{role}, {do}: {result['problem']}")
         return result
@@ -353,12 +357,13 @@ def ask(options: argparse.Namespace) -> None:
     asker, evidence = Asker(options), options.out / "evidence"
     evidence.mkdir(parents=True, exist_ok=True)
     said = {}
-    for role in ROLES:
+    for role in options.roles.split(","):
+        asker.order(role, "reload")
         said[role] = {"install": asker.order(role, "install"), **asker.order(role, "describe")}
         info = asker.client.get(f"{url(options, role)}/server_info")
         (evidence / f"server_info-{role}.json").write_text(info.text if info.status_code == 200 else "{}")
-    (evidence / "workers.json").write_text(json.dumps(said, indent=1) + "\n")
-    print(json.dumps(said["decode"])[:1500], flush=True)
+        (evidence / f"worker-{role}.json").write_text(json.dumps(said[role], indent=1) + "\n")
+    print(json.dumps(said)[:2000], flush=True)
     journals = {name: Journal(options.out / "runs" / name) for name in ("equality", "power", "faults")}
     manifest = {"engine": "vllm 0.23.0", "model": MODEL, "sampling": {"temperature": 0, "max_tokens": NEW_TOKENS}}
     for journal in journals.values():
@@ -406,6 +411,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--site", type=Path, help="folder with vLLM and what it needs")
     parser.add_argument("--port", type=int, default=8300, help="three ports from here, and three from here + 50")
+    parser.add_argument("--roles", default=",".join(ROLES), help="which servers to start or to prepare")
     parser.add_argument("--start-limit", type=float, default=300, help="seconds")
     parser.add_argument("--steps", default="power,equality,faults,dumps,check")
     options = parser.parse_args()

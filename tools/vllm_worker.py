@@ -37,7 +37,8 @@ class Extension:
             importlib.reload(module)
             return {"reloaded": True}
         try:
-            return getattr(module, f"do_{wanted.pop('do')}")(self, **wanted)
+            found = getattr(module, f"do_{wanted.pop('do')}")(self, **wanted)
+            return json.loads(json.dumps(found, default=str))  # plain types: anything else would end the engine
         except Exception as problem:  # an exception here would end the engine
             return {"problem": f"{type(problem).__name__}: {str(problem)[:400]}"}
 
@@ -216,8 +217,8 @@ def do_describe(worker: Any) -> dict[str, Any]:
     }
     nixl = connector(worker)
     return {
-        "caches": caches, "backends": backends, "torch": torch.__version__, "cuda": torch.version.cuda,
-        "card": torch.cuda.get_device_name(), "topk": {n: m.topk_tokens for n, m in indexers(worker).items()},
+        "caches": caches, "backends": backends, "torch": str(torch.__version__), "cuda": torch.version.cuda,
+        "card": torch.cuda.get_device_name(), "topk": {str(n): int(m.topk_tokens) for n, m in indexers(worker).items()},
         "kv_cache_dtype": worker.vllm_config.cache_config.cache_dtype,
         "block_size": worker.vllm_config.cache_config.block_size,
         "regions": None if nixl is None else int(nixl.num_regions),

@@ -46,6 +46,8 @@ _HOMES = {
     "falling_fit": "monotone",
     "hole": "monotone",
     "holm": "monotone",
+    "distances": "logprobs",
+    "step_distance": "logprobs",
 }
 __all__ = sorted(_HOMES)
 
