@@ -109,3 +109,13 @@ def test_hostile_bytes(tmp_path):
     with pytest.raises(ValueError, match="line 1"):
         load_trials(deep)
     assert module.LARGEST_BYTES > 2**20
+
+
+def test_numbers_no_float_holds_and_half_surrogates_cost_a_cell_not_the_table(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"prompt_tokens":1%s,"answer":"\\ud800 x","outcome":"exact"}\n' % ("0" * 400))
+    frame = load_trials(tmp_path / "t.jsonl")
+    assert frame["prompt_tokens"].isna().all() and list(frame["answer"]) == ["? x"]
+    assert any("1 cells of 'prompt_tokens' are not numbers" in note for note in frame.attrs["notes"])
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"deep\.json is not JSON"):
+        load_trials(tmp_path / "deep.json")

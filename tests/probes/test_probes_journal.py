@@ -61,6 +61,34 @@ def test_malformed_line_in_the_middle_is_named_and_nothing_changes(tmp_path):
     assert (run / "trials.jsonl").read_bytes() == raw
 
 
+@pytest.mark.parametrize(
+    "manifest", ["[1]", '"x"', '{"schema":"2"}', '{"schema":null}', "[" * 100_000, "", '{"schema":9}']
+)
+def test_a_manifest_that_is_none_is_one_sentence_and_the_folder_stays_free(tmp_path, manifest):
+    (tmp_path / "trials.jsonl").write_text(json.dumps(row(1)) + "\n")
+    (tmp_path / "manifest.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"mend or remove it|newer needlework"):
+        Journal(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    Journal(tmp_path).close()  # the refused open left no lock behind
+
+
+@pytest.mark.parametrize("line", ['{"outcome":"exact"}', '{"trial_id":5,"outcome":"exact"}'])
+def test_a_row_that_names_no_trial_is_not_dropped_in_silence(tmp_path, line):
+    (tmp_path / "trials.jsonl").write_text(f"{json.dumps(row(1))}\n{line}\n")
+    with pytest.raises(ValueError, match=r"trials.jsonl line 2 is malformed"):
+        Journal(tmp_path)
+
+
+def test_a_torn_end_stays_when_the_other_file_is_refused(tmp_path):
+    torn = json.dumps(row(1)) + '\n{"trial_id"'
+    (tmp_path / "trials.jsonl").write_text(torn)
+    (tmp_path / "counts.jsonl").write_text("garbage\n")
+    with pytest.raises(ValueError, match=r"counts.jsonl line 1 is malformed"):
+        Journal(tmp_path)
+    assert (tmp_path / "trials.jsonl").read_text() == torn
+
+
 def test_two_writers_are_refused_and_a_dead_one_is_not_in_the_way(tmp_path):
     with Journal(tmp_path / "run"), pytest.raises(ValueError, match="another process"):
         Journal(tmp_path / "run")

@@ -226,14 +226,14 @@ def _read(path: Path) -> pd.DataFrame:
     if suffix == ".json":
         try:
             data = json.loads(path.read_text(encoding="utf-8-sig"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path.name} is not JSON: {error}") from None
         if isinstance(data, dict):  # {"trials": [...]} or one list under any name
             lists = [value for value in data.values() if isinstance(value, list)]
             data = data.get("trials", lists[0] if len(lists) == 1 else None)
         if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
             raise ValueError(f"{path.name} must hold a list of objects, one for each trial")
-        return pd.DataFrame(data)
+        return pd.DataFrame([_spelled(row) for row in data])
     if suffix in {".parquet", ".pq"}:
         try:
             return pd.read_parquet(path)
@@ -284,12 +284,25 @@ def _json_lines(path: Path, *, forgive_torn: bool) -> tuple[list[dict], str | No
             except (ValueError, RecursionError):
                 problem = "is not JSON"
             if problem is None:
-                rows.append(row)
+                rows.append(_spelled(row) if b"\\u" in raw else row)
             elif forgive_torn and not raw.endswith(b"\n"):
                 return rows, raw[:200].decode("utf-8", "replace")
             else:
                 raise ValueError(f"{path.name} line {number} {problem}; mend or remove that line, nothing was loaded")
     return rows, None
+
+
+def _spelled(row: dict) -> dict:
+    """JSON can spell half a surrogate pair, which no table accepts: it becomes a question mark."""
+
+    def whole(cell: Any) -> Any:
+        return cell.encode("utf-8", "replace").decode("utf-8") if isinstance(cell, str) else cell
+
+    return {whole(name): whole(cell) for name, cell in row.items()}
+
+
+def _number(cell: Any) -> Any:
+    return None if isinstance(cell, int) and abs(cell) > 2**1000 else cell  # no float holds it
 
 
 def _normal(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
@@ -307,9 +320,11 @@ def _normal(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     frame = frame.set_axis(names, axis="columns").reset_index(drop=True)
     for name in NUMERIC & set(names):
         before = frame[name]
+        if before.dtype == object:
+            before = before.map(_number)
         number = pd.to_numeric(before, errors="coerce").astype("float64")
         number = number.where(np.isfinite(number))
-        lost = before.notna() & number.isna()
+        lost = frame[name].notna() & number.isna()
         if lost.any():
             first = int(np.flatnonzero(lost.to_numpy())[0])
             notes.append(

@@ -28,7 +28,7 @@ class Journal:
     `needlework run --record`).
 
     Raises ValueError when another process writes to the folder, when a line other than the last is malformed (its
-    number is named; nothing is changed), or when the folder was made by a newer schema.
+    number is named; nothing is changed), or when the manifest is none or was made by a newer schema.
     """
 
     def __init__(self, path: str | Path | None, *, read_only: bool = False):
@@ -50,21 +50,36 @@ class Journal:
         else:
             self.path.mkdir(parents=True, exist_ok=True)
             self._take_lock()
+        try:
+            self._read()
+        except BaseException:
+            self.close()  # a refused folder is free again: mend it and go on in the same process
+            raise
+
+    def _read(self) -> None:
+        assert self.path is not None
         manifest = self.path / "manifest.json"
         if manifest.is_file():
             try:
                 self.manifest = json.loads(manifest.read_text(encoding="utf-8"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise ValueError(f"{self.path.name}/manifest.json is not JSON; mend or remove it") from None
-            if self.manifest.get("schema", SCHEMA) > SCHEMA:
+            schema = self.manifest.get("schema", SCHEMA) if isinstance(self.manifest, dict) else None
+            if not isinstance(schema, int):
+                raise ValueError(f"{self.path.name}/manifest.json is not a run's manifest; mend or remove it")
+            if schema > SCHEMA:
                 raise ValueError(f"{self.path.name} was written by a newer needlework; update this one")
-        for row in self._load("trials.jsonl"):
-            if isinstance(row.get("trial_id"), str):
-                self.rows[row["trial_id"]] = row
-                self.lines += 1
-        for row in self._load("counts.jsonl"):
-            if isinstance(row.get("sha"), str) and isinstance(row.get("count"), int):
+        trials, torn_trial = self._load("trials.jsonl", "trial_id")
+        counts, torn_count = self._load("counts.jsonl", "sha")
+        for row in trials:
+            self.rows[row["trial_id"]] = row
+            self.lines += 1
+        for row in counts:
+            if isinstance(row.get("count"), int):
                 self.counts[row["sha"]] = row["count"]
+        if not self.read_only:  # only now, when both files were read, is a torn end set aside
+            self._mend("trials.jsonl", "trial_id", torn_trial)
+            self._mend("counts.jsonl", "sha", torn_count)
 
     @property
     def name(self) -> str:
@@ -150,38 +165,35 @@ class Journal:
                 f"another process is writing to the run folder {self.path.name}; use another folder"
             ) from None
 
-    def _load(self, name: str) -> list[dict[str, Any]]:
+    def _load(self, name: str, key: str) -> tuple[list[dict[str, Any]], bytes]:
+        """The rows of a file (each holds text under `key`), and what stands after its last line break."""
         assert self.path is not None
         file = self.path / name
         if not file.is_file():
-            return []
-        raw = file.read_bytes()
-        whole, _, tail = raw.rpartition(b"\n")
+            return [], b""
+        whole, _, tail = file.read_bytes().rpartition(b"\n")
         rows = []
         for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
             if not line.strip():
                 continue
-            try:
-                row = json.loads(line)
-            except (ValueError, UnicodeDecodeError, RecursionError):
-                row = None
-            if not isinstance(row, dict):
+            row = _object(line)
+            if row is None or not isinstance(row.get(key), str):
                 raise ValueError(f"{self.path.name}/{name} line {number} is malformed; mend or remove that line")
             rows.append(row)
-        if tail.strip():
-            self.torn += 1
-            try:  # the line may be complete and only its line break lost
-                row = json.loads(tail)
-            except (ValueError, UnicodeDecodeError, RecursionError):
-                row = None
-            if isinstance(row, dict):
-                rows.append(row)
-            if not self.read_only:
-                self._mend(file, tail, complete=isinstance(row, dict))
-        return rows
+        if not tail.strip():
+            return rows, b""
+        self.torn += 1
+        last = _object(tail)  # the line may be complete and only its line break lost
+        if last is not None and isinstance(last.get(key), str):
+            rows.append(last)
+        return rows, tail
 
-    def _mend(self, file: Path, tail: bytes, *, complete: bool) -> None:
-        if complete:
+    def _mend(self, name: str, key: str, tail: bytes) -> None:
+        if not tail:
+            return
+        assert self.path is not None
+        file = self.path / name
+        if isinstance((_object(tail) or {}).get(key), str):
             with open(file, "ab") as out:
                 out.write(b"\n")
             return
@@ -202,6 +214,14 @@ class Journal:
         data = json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
         while data:
             data = data[os.write(self._files[name], data) :]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 class Recorded:
