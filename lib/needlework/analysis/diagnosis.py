@@ -24,6 +24,7 @@ from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES, TEST
 from needlework.analysis.trials import column, hits
 
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
+UNSEEN = 0.2  # prior of a class whose conditions nobody tried
 PAIR_PRIOR = 0.1  # two causes at once are this much rarer than one
 STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
 # Features that say the same thing in other words count as one line of evidence.
@@ -159,7 +160,7 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     seen = {name: f for name, f in features.items() if f.presence is not None}
     hit = hits(trials)[_asked(trials)]
     measured = int(hit.notna().sum())
-    single = {s.code: _score(s, seen) + math.log(s.prior) for s in SIGNATURES}
+    single = {s.code: _score(s, seen) + _prior(s, seen) for s in SIGNATURES}
     pairs = {
         (a.code, b.code): _score_pair(a, b, seen) + math.log(PAIR_PRIOR)
         for a, b in itertools.combinations([s for s in SIGNATURES if s.code != "healthy"], 2)
@@ -194,6 +195,11 @@ def _asked(trials: pd.DataFrame) -> pd.Series:
 
 def _texts(evidence: tuple[Evidence, ...]) -> list[str]:
     return list(dict.fromkeys(e.text for e in evidence))
+
+
+def _prior(s: Signature, seen: dict[str, Feature]) -> float:
+    blind = bool(s.needs) and not any(name in seen for name in s.needs)
+    return math.log(s.prior * (UNSEEN if blind else 1.0))
 
 
 def _likelihood(odds: float, presence: float) -> float:

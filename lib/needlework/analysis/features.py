@@ -14,12 +14,12 @@ import pandas as pd
 
 from needlework.analysis.observe_conditions import arms, cache, load, order, repeatability
 from needlework.analysis.observe_content import answers, inside, usage
-from needlework.analysis.observe_length import length, loss, residues
+from needlework.analysis.observe_length import length, loss, residues, short
 from needlework.analysis.view import Feature, View, settings
 
 # Lengths come early: they mark the rows that length alone would let hit, and later observers look at those.
 OBSERVERS: tuple[Callable[[View], list[Feature]], ...] = (
-    *(loss, length, residues),
+    *(loss, length, short, residues),
     *(cache, arms, order, load),
     *(answers, usage, repeatability, inside),
 )
@@ -37,9 +37,16 @@ def extract(trials: pd.DataFrame, evidence: Any = None) -> dict[str, Feature]:
 
 
 _PLAIN = {"comb", "edge", "position_ceiling", "last_chunk_only"}
-_ELSEWHERE = {"comb_warm", "warm_loss", "reload_loss", "pd_loss", "load_loss", "abort_loss", "continue_loss"} | {
-    "crossed_identity"
-}
+_ELSEWHERE = {
+    "comb_warm",
+    "warm_loss",
+    "reload_loss",
+    "pd_loss",
+    "load_loss",
+    "abort_loss",
+    "abort_poison",
+    "continue_loss",
+} | {"crossed_identity"}
 
 
 def _raise_loss(features: dict[str, Feature]) -> None:

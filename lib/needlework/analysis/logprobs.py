@@ -39,18 +39,18 @@ def common_steps(one: str, other: str) -> int:
     return count
 
 
-def distances(trials: pd.DataFrame, reference: pd.DataFrame) -> pd.DataFrame:
-    """Each trial against the reference trial of the same prompt (`prompt_sha`): the trials' columns and
+def distances(trials: pd.DataFrame, reference: pd.DataFrame, by: str = "prompt_sha") -> pd.DataFrame:
+    """Each trial against the reference trial of the same prompt (same value in `by`): the trials' columns and
     `common_tokens`, `first_step` (distance at the first step, nats) and `worst_step` (largest up to where they part).
 
     Trials without a reference are left out. Raises ValueError where the reference holds a prompt twice.
     """
-    if reference["prompt_sha"].duplicated().any():
+    if reference[by].duplicated().any():
         raise ValueError("the reference holds a prompt twice; choose one answer for each")
-    known: dict[str, Any] = {row["prompt_sha"]: row for row in reference.to_dict("records")}
+    known: dict[str, Any] = {row[by]: row for row in reference.to_dict("records")}
     rows = []
     for row in trials.to_dict("records"):
-        other = known.get(row["prompt_sha"])
+        other = known.get(row[by])
         if other is None:
             continue
         same = common_steps(row["answer"], other["answer"])

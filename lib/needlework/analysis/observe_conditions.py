@@ -14,6 +14,7 @@ from needlework.analysis.view import LAPSE, Feature, View, best_split, contrast,
 RELOAD = re.compile(r"(?i)evict|reload|host|storage|tier|offload|disk")
 REFERENCE = re.compile(r"(?i)reference|transformers|oracle|independent|hosted|other.?server")
 TENANT = ("tenant", "adapter", "salt", "lora")
+MOVED = 0.02  # nats; far above the rounding of a serial repeat
 PLACE = ("page_id", "first_page", "block_id", "max_page")
 
 
@@ -130,7 +131,11 @@ def load(v: View) -> list[Feature]:
                 )
     ask, before = (v.probe == "abort") & v.good, v.base & v.good
     if v.rate(ask)[1] >= 4 and v.rate(before)[1] >= 6:
-        out.append(contrast(v, "abort_loss", ask, before, "after aborts", "without aborts"))
+        out.append(contrast(v, "abort_loss", ask & ~v.warm, before, "after aborts", "without aborts"))
+    again, hits = (v.probe == "abort") & v.warm, v.warm & (v.probe != "abort") & ~(v.turn > 1)
+    if v.rate(again)[1] >= 4 and v.rate(hits)[1] >= 6:
+        what = "hits on an aborted prompt's prefix", "other hits"
+        out.append(contrast(v, "abort_poison", again, hits, *what))
     for name in PLACE:
         if name in v.frame.columns and np.isfinite(v.number(name)).sum() >= 12:
             split = best_split(v.number(name), v.hit)
@@ -157,14 +162,21 @@ def repeatability(v: View) -> list[Feature]:
     if not keys or not v.measured.any():
         return []
     frame = pd.DataFrame(
-        {"hit": v.hit, "answer": v.text("answer"), "load": np.where(v.load > 1, 1, 0), "warm": v.warm, "arm": v.arm}
+        {
+            "logprob": v.number("logprob"),
+            "hit": v.hit,
+            "answer": v.text("answer"),
+            "load": np.where(v.load > 1, 1, 0),
+            "warm": v.warm,
+            "arm": v.arm,
+        }
     )
     for key in keys:
         frame[key] = v.frame[key].astype("object").where(v.frame[key].notna(), "")
     from scipy.stats import binom
 
     frame = frame[v.measured]
-    out = []
+    out = _batch_numerics(frame, keys)
     for name, part in (("flips_serial", frame[frame["load"] == 0]), ("flips_loaded", frame[frame["load"] == 1])):
         groups = part.groupby([*keys, "arm", "warm"], sort=False)["hit"].agg(["size", "min", "max"])
         groups = groups[groups["size"] >= 2]
@@ -180,6 +192,24 @@ def repeatability(v: View) -> list[Feature]:
                 )
             )
     return out
+
+
+def _batch_numerics(frame: pd.DataFrame, keys: list[str]) -> list[Feature]:
+    """Right answers alone and in a crowd: do their log-probabilities move, where those of serial repeats do not?"""
+    part = frame[(frame["hit"] == 1) & ~frame["warm"] & frame["logprob"].notna()]
+    moved: dict[str, list[bool]] = {"serial": [], "crowd": []}
+    for _, group in part.groupby([*keys, "arm"], sort=False):
+        alone, crowd = (group.loc[group["load"] == side, "logprob"] for side in (0, 1))
+        if len(alone) >= 2:
+            moved["serial"].append(bool(alone.max() - alone.min() > MOVED))
+        if len(alone) and len(crowd):
+            moved["crowd"].append(bool((crowd - alone.mean()).abs().max() > MOVED))
+    if min(map(len, moved.values())) < 3 or len(moved["crowd"]) < 6:
+        return []
+    share, still = (float(np.mean(moved[side])) for side in ("crowd", "serial"))
+    text = f"log-probabilities of right answers move in {100 * share:.0f} % of {len(moved['crowd'])} prompts in a crowd"
+    text += f", in {100 * still:.0f} % of {len(moved['serial'])} repeated alone"
+    return [Feature("batch_numerics", float(np.clip((share - still - 0.3) / 0.4, 0, 1)), text, len(part))]
 
 
 def _ordered_p(y: np.ndarray, stratum: np.ndarray, rounds: int = 400) -> float:

@@ -204,9 +204,10 @@ def inside(v: View) -> list[Feature]:
             else [str(p) for p in pages]
         )
         words = " ".join(rows).lower()
-        layout = bool(re.search(FINDINGS["page_layout"], words))
+        layout, stale = (bool(re.search(FINDINGS[name], words)) for name in ("page_layout", "page_stale"))
+        shadows = {"page_scale": layout or stale, "page_stale": layout, "page_nonfinite": layout}
         for name, pattern in FINDINGS.items():
-            seen = bool(re.search(pattern, words)) and (name == "page_layout" or not layout)
+            seen = bool(re.search(pattern, words)) and not shadows.get(name, False)
             what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
             out.append(Feature(name, float(seen), what, len(rows)))
         out.append(Feature("pages_right", float(not rows), f"{len(rows)} kinds of findings in the pages", len(rows)))

@@ -97,6 +97,22 @@ def length(v: View) -> list[Feature]:
     return out
 
 
+def short(v: View) -> list[Feature]:
+    """Do even prompts miss that are too short for any budget, chunk or edge to matter?"""
+    own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
+    x = v.length[v.base]
+    if len(x) < 12 or len(np.unique(x)) < 3:
+        return []
+    limit = min(own or np.inf, float(np.quantile(x, 0.35)))
+    misses, n = v.rate(v.base & (v.length <= limit))
+    if n < 5:
+        return []
+    from scipy.stats import binom
+
+    p = float(binom.sf(misses - 1, n, LAPSE)) if misses else 1.0
+    return [Feature("short_loss", presence_of(p), f"{misses} of {n} prompts of at most {limit:,.0f} tokens miss", n)]
+
+
 def _predict(v: View, gains: dict[str, float], rivals: dict[str, Split | None], chunk: int) -> None:
     """Marks the rows that length and needle position alone would let hit, so that other effects are sought there."""
     best = max(gains, key=lambda name: gains[name])

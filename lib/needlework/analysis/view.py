@@ -179,12 +179,14 @@ class View:
 
 def contrast(v: View, name: str, one: np.ndarray, two: np.ndarray, first: str, second: str) -> Feature:
     """One-sided Fisher test: `one` misses more often than `two`."""
-    from scipy.stats import fisher_exact
+    from scipy.stats import binom, fisher_exact
 
     (a, n), (b, m) = v.rate(one), v.rate(two)
     if not n or not m:
         return Feature(name, None, f"no {first} or no {second} trials", n + m)
     p = float(fisher_exact([[a, n - a], [b, m - b]], alternative="greater")[1])
+    if b <= LAPSE * m and m >= 8:  # the other side is healthy: more misses than a healthy deployment has say as much
+        p = min(p, float(binom.sf(a - 1, n, LAPSE)) if a else 1.0)
     text = f"{first}: {a} of {n} miss; {second}: {b} of {m} (p = {p:.2g})"
     return Feature(name, presence_of(p), text, n + m)
 

@@ -13,25 +13,24 @@ STRENGTHS = ("mild", "default", "severe")
 PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
 # two causes at once, of different kinds and in different places of the stack
 PAIRS = ("F01+F17", "F02+F09", "F05+F12", "F07+F09", "F07+N3", "F14+F09", "F06+F11", "N1+F17")
-# Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 1,536, a page at 64.
-GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 1536, "pages": 129}
+# Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 768, a page at 64.
+GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 768, "pages": 129}
 PLAN = Plan(
-    lengths=(110, 170, 300, 440, 800, 1500, 2700),
-    arm_lengths=(700, 2000, 5000),
+    lengths=(110, 170, 300, 440, 1000, 2700),
+    arm_lengths=(600, 1700, 5000),
     aa_pairs=6,
     residue_start=1100,
-    period=16,
+    period=12,
     residue_requests=60,
-    warm_lengths=(300,),
-    warm_repeats=2,
     turn_length=700,
     turn_repeats=2,
     crowd=((3, 6), (4, 8), (6, 6)),
     crowd_lengths=(250, 400),
     fill_tokens=8200,
-    reload_length=400,
-    abort_length=2200,
-    abort_rounds=3,
+    reload_length=500,
+    abort_length=1100,
+    abort_rounds=4,
+    instruments=("recall", "arms", "residues", "turns", "reload", "echo", "abort"),
 )
 
 

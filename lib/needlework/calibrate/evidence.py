@@ -1,4 +1,4 @@
-"""What a deployment tells about itself beside its answers: configuration, digests of a transfer, pages, counters."""
+"""What a deployment tells about itself beside its answers: configuration, digests of a transfer, pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from needlework.calibrate.inside import InsideDeployment
 from needlework.pages import LAYOUTS, compare, diagnose
-from needlework.serving import Endpoint, TransportError, dialects
+from needlework.serving import Endpoint, TransportError
 from needlework.serving import run as run_coroutine
 
 CONFIG = ("index_topk", "compress_ratio", "sliding_window", "page_size", "chunked_prefill_size", "context_length")
@@ -24,9 +24,11 @@ def config_of(endpoint: Endpoint) -> dict[str, int]:
 
 
 def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) -> dict[str, Any]:
-    """Digests of every transfer, page findings, places and counters, in the form that `analysis.diagnose` takes."""
-    figures = [run_coroutine(dialects.read_metrics(server)) for server in deployment.servers.values()]
-    found: dict[str, Any] = {"logs": {"failed transfers": int(sum(f["transfer_failed"] or 0 for f in figures))}}
+    """Digests of every transfer, page findings and places, in the form that `analysis.diagnose` takes.
+
+    Counters of failed transfers are left out: the battery's own aborts move them.
+    """
+    found: dict[str, Any] = {}
     if deployment.mode == "pd":
         found["digests"] = _digests(deployment)
     try:

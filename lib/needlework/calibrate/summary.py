@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 VIEWS = ("outside", "evidence")
 TITLES = {
     "outside": "From outside alone: answers, usage, and the sizes that the server states",
-    "evidence": "With what a deployment offers inside: digests of transfers, page dumps, counters",
+    "evidence": "With what a deployment offers inside: digests of transfers, page dumps, physical places",
 }
 
 

@@ -48,10 +48,10 @@ def abort(
     how     "disconnect" (works everywhere), or "call": the server's abort route, where one was found. Only requests
             that this instrument sent are aborted, never others'.
 
-    Each round sends a victim and a bystander together, drops the victim, then asks one fresh question (`after`: it may
-    get the victim's pages) and the victim's question again (`followup`: its prefix may be cached, and overwritten).
-    `.table` has one row a stage and role; `.details` holds `dishonest` (aborted answers that claim another finish
-    reason) and `stuck` (rounds after which the running-requests gauge did not return; None when no gauge is offered).
+    Each round sends a victim and a bystander together, drops the victim, then asks one fresh question at once (`after`:
+    it may get the victim's pages) and the victim's question again (`followup`: its prefix may be cached, and
+    overwritten). `.table` has one row a stage and role; `.details` holds `dishonest` (aborted answers that claim
+    another finish reason) and `stuck` (rounds after which the running-requests gauge did not return; None without one).
     """
     for stage in stages:
         if stage not in STAGES:
@@ -115,13 +115,15 @@ async def _interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str)
     assert bench.endpoint is not None
     victim = group["victim"]
     prompt = await bench.build(victim)
-    await bench.build(group["bystander"])
+    for role in ("bystander", "after"):
+        await bench.build(group[role])
     bench.count_sent(prompt)
     before = await _gauges(bench.endpoint)
     bystander = asyncio.create_task(bench.trial(group["bystander"]))
     row = bench.row(victim, prompt) | {"outcome": "cut", "prompt_tokens": prompt.counted_tokens}
     row |= await _drop(bench.endpoint, prompt.messages, victim, pace, how)
-    await bystander
+    # at once: the pages that the victim gives back are the next ones to be handed out
+    await asyncio.gather(bystander, bench.trial(group["after"]))
     after = await _settled(bench.endpoint, before)
     row |= {f"{name}_before": v for name, v in before.items()} | {f"{name}_after": v for name, v in after.items()}
     bench.write(row)

@@ -40,7 +40,7 @@ class Plan:
     warm_lengths    of the cold and warm pairs; turn_length: of the first turn
     crowd           (requests in flight, trials): sizes on both sides of captured batch sizes; crowd_lengths
     abort_length    of the aborted requests, each stage `abort_rounds` times
-    fill_tokens     size of the device's pool, to push prompts of reload_length out of it (0: not tried)
+    fill_tokens     size of the device's pool, to push prompts out of it that reload (0: not tried)
     instruments     which of them to run
     """
 
@@ -61,6 +61,7 @@ class Plan:
     abort_rounds: int = 3
     fill_tokens: int = 0
     reload_length: int = 1024
+    reload_prompts: int = 10
     instruments: tuple[str, ...] = ("recall", "arms", "residues", "warm_cold", "turns", "reload", "echo", "abort")
 
 
@@ -127,6 +128,7 @@ def battery(
         start=p.residue_start,
         period=p.period,
         distance=80,
+        batch=1,  # serial, as its rows say
         max_tokens=24,
         limits=Limits(requests=p.residue_requests),
         **quiet,
@@ -137,7 +139,9 @@ def battery(
     )
     if p.fill_tokens:
         loose = {**common, "arm": name}
-        work["reload"] = lambda: reload(endpoint, fill_tokens=p.fill_tokens, length=p.reload_length, **loose)
+        work["reload"] = lambda: reload(
+            endpoint, fill_tokens=p.fill_tokens, length=p.reload_length, prompts=p.reload_prompts, depth=0.6, **loose
+        )
     for size, trials in p.crowd:
 
         def crowd(size: int = size, trials: int = trials) -> Result:
