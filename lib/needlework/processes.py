@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import queue
+import random
 import signal
 import socket
 import subprocess
@@ -49,9 +51,18 @@ def listening_socket(port: int = 0) -> socket.socket:
 
 
 def free_port() -> int:
-    """A port that is free now, for a program that insists on binding it itself."""
-    with listening_socket(0) as probe:
-        return probe.getsockname()[1]
+    """A port that is free now, for a program that insists on binding it itself, perhaps a minute later.
+
+    It lies below the range from which systems take ports for outgoing connections (Linux from 32768, others from
+    49152), so that no connection takes it in the meantime.
+    """
+    for _ in range(100):
+        with (
+            contextlib.suppress(RuntimeError),
+            listening_socket(random.SystemRandom().randrange(15000, 32000)) as probe,
+        ):
+            return probe.getsockname()[1]
+    raise RuntimeError("no free port was found on the loopback address")
 
 
 def die_with_parent(pipe_fd: int) -> None:
@@ -153,14 +164,16 @@ def stop(children: Sequence[Child], grace_s: float = 3.0) -> None:
 
 
 def guard(argv: list[str]) -> int:
-    """Run a foreign program so that it, too, ends with its parent: `python -m needlework.processes PIPE_FD COMMAND…`.
+    """Run a foreign program so that it, too, ends with its parent: `python -m needlework.processes PIPE_FD GRACE_S
+    COMMAND…`.
 
     A foreign program does not watch our pipe (a router keeps Python's lock for its whole life, so a thread inside it
-    never runs). This guard watches for it: it ends the program, and all that the program started in its own process
-    group (an engine's workers), when the pipe ends, when it is asked to stop, or when the program has ended by itself.
-    On Linux the kernel ends the program with the guard.
+    never runs). This guard watches for it: when the pipe ends, when the guard is asked to stop, or when the program has
+    ended by itself, the program gets GRACE_S seconds to tidy up (0 for one whose own shutdown waits for open
+    connections), and then everything in its process group, an engine's workers too, is killed. On Linux the kernel ends
+    the program with the guard.
     """
-    pipe_fd, command = int(argv[0]), argv[1:]
+    pipe_fd, grace_s, command = int(argv[0]), float(argv[1]), argv[2:]
     guard_pid = os.getpid()
 
     def bind_to_guard() -> None:
@@ -170,25 +183,30 @@ def guard(argv: list[str]) -> int:
             if os.getppid() != guard_pid:  # the guard went between fork and here
                 os._exit(1)
 
+    ending: queue.SimpleQueue[None] = queue.SimpleQueue()  # the one queue that a signal handler may fill
+    signal.signal(signal.SIGTERM, lambda *_: ending.put(None))
     program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind_to_guard, process_group=0)
 
-    def end(*_: object) -> None:  # at once: a router's own shutdown waits for open connections
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGTERM, end)
-
-    def wait() -> None:
+    def watch_pipe() -> None:
         with contextlib.suppress(OSError):
             while os.read(pipe_fd, 1):
                 pass
-        end()
+        ending.put(None)
 
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-    try:
-        return program.wait()
-    finally:
-        end()
+    def watch_program() -> None:
+        program.wait()
+        ending.put(None)
+
+    for watch in (watch_pipe, watch_program):
+        threading.Thread(target=watch, daemon=True).start()
+    ending.get()
+    if grace_s:
+        program.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGKILL)
+    return program.wait()
 
 
 if __name__ == "__main__":

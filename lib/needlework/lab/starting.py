@@ -44,7 +44,7 @@ def _role_child(
 
 def _router_child(kind: str, ports: Mapping[str, int], retries: bool) -> Child:
     """SGLang's router behind a guard. `ports` holds router, router-metrics, prefill, bootstrap, decode."""
-    command = [sys.executable, "-m", "needlework.processes", "{watch}"]
+    command = [sys.executable, "-m", "needlework.processes", "{watch}", "0"]
     command += [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--policy", "random"]
     command += ["--prefill", f"http://{LOOPBACK}:{ports['prefill']}", str(ports["bootstrap"])]
     command += ["--decode", f"http://{LOOPBACK}:{ports['decode']}", "--host", LOOPBACK, "--port", str(ports["router"])]

@@ -33,6 +33,7 @@ MODEL_NAME = "smollm2-135m-instruct"
 CONTEXT_TOKENS = 8192
 BLOCK_TOKENS = 128  # of the CPU backend's prefix cache
 POLL_S = 0.25
+GRACE_S = 8
 _COUNTER = re.compile(r"(?m)^vllm:(nixl_[a-z_]+?)(?:_total)?(?:\{[^}]*\})? ([-+.\deE]+)$")
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -160,7 +161,7 @@ def start(
     mode: str = "combined",
     *,
     port: int = 0,
-    start_timeout_s: float = 300.0,
+    start_timeout_s: float = 420.0,
     max_model_len: int = CONTEXT_TOKENS,
     arguments: tuple[str, ...] = (),
 ) -> Iterator[Engine]:
@@ -186,7 +187,7 @@ def start(
     children: dict[str, Child] = {}
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nwvllm", ignore_cleanup_errors=True)))
-        stack.callback(lambda: stop(list(children.values())))
+        stack.callback(lambda: stop(list(children.values()), GRACE_S + 3))
         for n, role in enumerate(roles):
             children[role] = _server(role, ports[role], n, scratch, max_model_len, arguments)
         _wait(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
@@ -226,7 +227,8 @@ def _router(ports: Mapping[str, int], scratch: Path) -> Child:
 
 
 def _child(role: str, module: list[str], environment: dict[str, str]) -> Child:
-    guard = [sys.executable, "-m", "needlework.processes", "{watch}"]
+    grace_s = "0" if role == "router" else str(GRACE_S)  # a server has memory to give back
+    guard = [sys.executable, "-m", "needlework.processes", "{watch}", grace_s]
     return Child(role, [*guard, str(python()), "-m", *module], env=environment)
 
 
