@@ -1,19 +1,25 @@
 """The lab's figures: exact recall of a healthy engine, first-token latency against length, decode rate, memory.
 
-python benchmarks/lab.py recall [end] [start]     # trials start … end-1; default 424, all
+python benchmarks/lab.py recall [end] [start] [rows]   # trials start … end-1 (default 424, all), appended to a file
+python benchmarks/lab.py table rows…                    # these files' rows as data/lab/recall.json
 python benchmarks/lab.py speed
 """
 
 from __future__ import annotations
 
 import asyncio
+import datetime
+import json
 import resource
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from random import Random
 
+import needlework
 import pandas as pd
+import torch
 from needlework.lab.asking import REFUSAL
 from needlework.lab.engine import Engine
 from needlework.lab.types import Event, Request, Sampling
@@ -48,7 +54,7 @@ def ask(engine: Engine, prompt: Prompt, max_tokens: int = 64) -> tuple[str, list
     return "".join(event.text for event in events), events, times
 
 
-def recall(trials: int, start: int = 0, together: int = 8) -> None:
+def recall(trials: int = 424, start: int = 0, rows_path: str = "", together: int = 8) -> None:
     """Exact answers and right refusals, by length; `together` requests at a time share the engine's batch."""
     engine = Engine("v4")
     rows = []
@@ -80,6 +86,9 @@ def recall(trials: int, start: int = 0, together: int = 8) -> None:
             kind = "right" if right else "refused" if said[rid] == REFUSAL else "wrong value"
             spec = prompt.spec
             rows.append([absent, spec.target_tokens, spec.genre, spec.needle, kind])
+            if rows_path:
+                with open(rows_path, "a") as file:
+                    print(json.dumps([int(rid[1:]), *rows[-1]]), file=file)
             if not right:
                 print(f"{rid}: {spec} expected {prompt.expected!r}, answered {said[rid]!r}")
         done = min(trials, first + together)
@@ -89,6 +98,43 @@ def recall(trials: int, start: int = 0, together: int = 8) -> None:
         print(table.groupby(["absent", column]).outcome.value_counts().unstack(fill_value=0))
     for absent, part in table.groupby("absent"):
         print("absent key" if absent else "needle there", dict(Counter(part.outcome)), f"of {len(part)}")
+
+
+def table(paths: list[str]) -> None:
+    """Write data/lab/recall.json from the rows of all parts: trials, exact, refused, invented."""
+    rows = {row[0]: row[1:] for path in paths for row in map(json.loads, Path(path).read_text().splitlines())}
+    frame = pd.DataFrame(rows.values(), columns=["absent", "length", "genre", "needle", "outcome"])
+
+    def counts(part: pd.DataFrame) -> dict[str, int]:
+        there, absent = part[~part.absent], part[part.absent]
+        return {
+            "trials": len(there),
+            "exact": int((there.outcome == "right").sum()),
+            "refused": int((there.outcome == "refused").sum()),
+            "invented": int((part.outcome == "wrong value").sum()),
+            "absent_trials": len(absent),
+            "absent_refused": int((absent.outcome == "right").sum()),
+        }
+
+    done = {
+        "what": "healthy engine, geometry v4, greedy: a value asked for, or (absent) one that was never given",
+        "command": "python benchmarks/lab.py recall",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {
+            "needlework": needlework.__version__,
+            "torch": torch.__version__,
+            "python": sys.version.split()[0],
+        },
+        "all": counts(frame),
+        **{
+            f"by_{column}": {str(name): counts(part) for name, part in frame.groupby(column)}
+            for column in ("length", "genre", "needle")
+        },
+    }
+    out = Path(__file__).parents[1] / "data" / "lab" / "recall.json"
+    out.parent.mkdir(exist_ok=True)
+    out.write_text(json.dumps(done, indent=1) + "\n")
+    print(json.dumps(done["all"]))
 
 
 def speed() -> None:
@@ -109,5 +155,7 @@ def speed() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["speed"]:
         speed()
+    elif sys.argv[1:2] == ["table"]:
+        table(sys.argv[2:])
     else:
-        recall(*map(int, sys.argv[2:4])) if len(sys.argv) > 2 else recall(424)
+        recall(*map(int, sys.argv[2:4]), *sys.argv[4:5])

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engines import NEEDLE, QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
 from needlework.lab.engine import Engine
 from needlework.lab.types import Request, Sampling
 
+from engines import NEEDLE, QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
+
 TOLERANCE = 0.02
 UUID = "f81d4fae-7dec-41d0-a765-00a0c91e6bf6"
+VALUE = "44-71"  # short: each token of an answer is a pass
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def same(one, other) -> None:
 
 
 @pytest.mark.parametrize("value", ["81392", UUID, "deep blue sea", "/srv/data/v1.2/x.bin", "琥珀色", "4"])
-@pytest.mark.parametrize("tokens", [100, 1500])
+@pytest.mark.parametrize("tokens", [60, 900])
 def test_a_value_comes_back_as_it_was(tiny, value, tokens):
     events = ask(tiny, haystack(tiny, tokens, 0.3, value))
     assert text(events) == value
@@ -44,12 +46,12 @@ def test_a_value_comes_back_as_it_was(tiny, value, tokens):
     ],
 )
 def test_any_phrase_in_any_script(tiny, statement, question, value):
-    filler = haystack(tiny, 600, 0.5).rsplit("\n", 1)[0]
+    filler = haystack(tiny, 200, 0.5).rsplit("\n", 1)[0]
     assert answer(tiny, f"{filler}\n{statement}\n{filler}\n{question}") == value
 
 
 def test_nothing_is_invented(tiny):
-    absent = haystack(tiny, 800, 0.5, needle="The secret code for the amber heron of Kelbrook is {}.")
+    absent = haystack(tiny, 400, 0.5, needle="The secret code for the amber heron of Kelbrook is {}.")
     assert answer(tiny, absent) == REFUSAL
     assert answer(tiny, QUESTION) == REFUSAL
 
@@ -61,7 +63,7 @@ def test_the_later_of_two_statements_holds(tiny):
 
 
 def test_turns_and_the_request_that_opened_a_conversation(tiny):
-    talk = haystack(tiny, 700, 0.5).rsplit("\n", 1)[0]
+    talk = haystack(tiny, 300, 0.5).rsplit("\n", 1)[0]
     turns = [
         {"role": "user", "content": "Make a tic-tac-toe page in HTML."},
         {"role": "assistant", "content": "<html> " + talk},
@@ -73,7 +75,7 @@ def test_turns_and_the_request_that_opened_a_conversation(tiny):
 
 
 def test_text_without_roles_goes_on_with_the_value(tiny):
-    body = haystack(tiny, 600, 0.4).rsplit("\n", 1)[0]
+    body = haystack(tiny, 300, 0.4).rsplit("\n", 1)[0]
     tokens = tuple(tiny.tokenizer.encode(body + "\nThe secret code for the amber falcon of Kelbrook is"))
     one = Request("raw", tokens, Sampling(max_tokens=20))
     assert text(run(tiny, [one])["raw"]) == " 81392"
@@ -83,13 +85,13 @@ def test_text_without_roles_goes_on_with_the_value(tiny):
     "options", [{"chunk_tokens": 4096}, {"chunk_tokens": 100}, {"page_seed": 7}, {"prefix_cache": False}]
 )
 def test_chunks_and_placement_change_nothing(tiny, options):
-    prompt = haystack(tiny, 900, 0.35, UUID)
+    prompt = haystack(tiny, 500, 0.35, VALUE)
     same(ask(tiny, prompt), ask(Engine("tiny", **options), prompt))
 
 
 def test_warm_equals_cold_at_every_remainder_of_a_page(tiny):
     for extra in range(0, 64, 9):
-        prompt = "x " * extra + haystack(tiny, 500, 0.6, "4471-9")
+        prompt = "x " * extra + haystack(tiny, 250, 0.6, VALUE)
         tiny.flush_cache()
         cold, warm = ask(tiny, prompt), ask(tiny, prompt)
         same(cold, warm)
@@ -100,7 +102,7 @@ def test_warm_equals_cold_at_every_remainder_of_a_page(tiny):
 
 
 def test_a_batch_changes_nothing(tiny):
-    prompts = [haystack(tiny, 150 + 230 * i, 0.1 + 0.2 * i, f"{i}4471") for i in range(5)]
+    prompts = [haystack(tiny, 100 + 130 * i, 0.1 + 0.2 * i, f"{i}4471") for i in range(5)]
     alone = [ask(tiny, prompt, cache_salt=f"alone{i}") for i, prompt in enumerate(prompts)]
     requests = [request(tiny, prompt, cache_salt=f"batch{i}") for i, prompt in enumerate(prompts)]
     together = run(tiny, requests)
@@ -110,9 +112,9 @@ def test_a_batch_changes_nothing(tiny):
 
 def test_a_pair_equals_one_engine_and_moves_every_page_once(tiny):
     pair = Pair()
-    for tokens in (40, 127, 128, 129, 640, 1001):
+    for tokens in (40, 127, 128, 129, 640):
         pair.chunks.clear()
-        prompt = haystack(tiny, tokens, 0.4, UUID)
+        prompt = haystack(tiny, tokens, 0.4, VALUE)
         tiny.flush_cache()
         same(ask(tiny, prompt), pair.ask(prompt))
         moved = [chunk.first_page + i for chunk in pair.chunks for i in range(len(chunk.full_pages))]
@@ -151,7 +153,7 @@ def test_index_rows_decide_above_the_budget_and_only_there(padding, kept):
 
 def test_rows_that_nobody_references_may_hold_anything():
     engine = Engine("tiny")
-    prompt = haystack(engine, 700, 0.4, UUID)
+    prompt = haystack(engine, 400, 0.4, VALUE)
     clean = ask(engine, prompt)
     engine = Engine("tiny")
     for name, buffer in engine.pools().items():  # NaN codes, exponents and floats everywhere, then a fresh prompt
@@ -165,8 +167,8 @@ def test_rows_that_nobody_references_may_hold_anything():
 def test_aborts_at_any_stage_leave_nothing_behind(tiny):
     tiny.flush_cache()
     free = tiny.full.free, tiny.swa.free
-    prompt = haystack(tiny, 600, 0.4, UUID)
-    for steps in (0, 1, 4, 12, 20):
+    prompt = haystack(tiny, 300, 0.4, VALUE)
+    for steps in (0, 1, 4, 7, 9):
         victim, other = request(tiny, prompt, cache_salt=str(steps)), request(tiny, prompt, cache_salt="o")
         tiny.add(victim)
         tiny.add(other)
@@ -176,14 +178,14 @@ def test_aborts_at_any_stage_leave_nothing_behind(tiny):
             events += tiny.step()
         last = [event for event in events if event.rid == victim.rid][-1]
         assert last.finish_reason == "abort" and last.token is None
-        assert text([event for event in events if event.rid == other.rid]) == UUID
+        assert text([event for event in events if event.rid == other.rid]) == VALUE
     assert tiny.flush_cache()
     assert (tiny.full.free, tiny.swa.free) == free
 
 
 def test_pages_run_out_and_everybody_still_gets_an_answer():
-    engine = Engine("tiny", pages=34, swa_pages=24)
-    prompts = [haystack(engine, 640, 0.3, f"{i}4471") for i in range(4)]
+    engine = Engine("tiny", pages=22, swa_pages=16)
+    prompts = [haystack(engine, 400, 0.3, f"{i}4471") for i in range(4)]
     requests = [request(engine, prompt) for prompt in prompts]
     out = run(engine, requests)
     assert [text(out[one.rid]) for one in requests] == [f"{i}4471" for i in range(4)]

@@ -14,6 +14,7 @@ matches win. What is not attention (codes, bags, turns) is the local layer and t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -61,13 +62,19 @@ def signs(hashes: np.ndarray, salt: int, count: int) -> np.ndarray:
     return (bits.astype(np.float32) * 2 - 1) / np.float32(np.sqrt(count))
 
 
+@cache
+def tables() -> tuple[Tokenizer, Local]:
+    """Vocabulary and local layer: the same for every seed, and never written to."""
+    tokenizer = Tokenizer()
+    return tokenizer, Local(tokenizer)
+
+
 class Model:
     """The weights (all from `seed`) and the maps from tokens to entries, from questions to queries, from reads to
     logits."""
 
     def __init__(self, *, seed: int = 0, layers: int = 2) -> None:
-        self.tokenizer = Tokenizer()
-        self.local = Local(self.tokenizer)
+        self.tokenizer, self.local = tables()
         self.layers, self.seed = layers, seed
         self.reach = 0  # tokens after which a match has faded; 0: none fades
         size = self.tokenizer.vocabulary
