@@ -9,6 +9,7 @@ The pool holds what the public writer stores for random keys. Targets: decode >=
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import resource
 import time
@@ -36,7 +37,10 @@ def describe(device: str) -> str:
     if device == "cuda":
         card = torch.cuda.get_device_properties(0)
         return f"{card.name}, {card.total_memory / 2**30:.0f} GiB, torch {torch.__version__}, CUDA {torch.version.cuda}"
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"torch {torch.__version__}"
+    )
 
 
 def measure(name: str, gib: float, device: str, repeats: int) -> str:
@@ -67,7 +71,7 @@ def measure(name: str, gib: float, device: str, repeats: int) -> str:
     copy_rate, decode_rate = 2 * pool.numel() / copy_s, (pool.numel() + output) / decode_s
     return (
         f"| {name} | {pool.numel() / 2**30:.2f} | {copy_rate / 1e9:.1f} | {decode_rate / 1e9:.1f} | "
-        f"{decode_rate / copy_rate:.2f} | {peak / output:.2f} |"
+        f"{decode_rate / copy_rate:.2f} | {peak / output:.2f} | {os.getloadavg()[0]:.1f} |"
     )
 
 
@@ -86,8 +90,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     print(describe(args.device))
-    print("| layout | pool GiB | copy GB/s | decode GB/s | decode : copy | peak : output |")
-    print("|---|---|---|---|---|---|")
+    print("| layout | pool GiB | copy GB/s | decode GB/s | decode : copy | peak : output | load average |")
+    print("|---|---|---|---|---|---|---|")
     for name in args.layouts:
         print(measure(name, args.gib, args.device, args.repeats), flush=True)
 

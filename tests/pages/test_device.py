@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from needlework.pages import LAYOUTS, Layout
@@ -72,3 +74,28 @@ def test_a_wrong_byte_would_be_seen():
     want = layout.values(pool)
     pool[0, 7 * 128 + 60] ^= 1
     assert not same(fused(layout, pool, 64), want)
+
+
+def test_slices_over_threads_equal_one_thread(monkeypatch):
+    """More slices than threads, the last one short; torch's own setting for threads stays, also for later threads."""
+    layout = LAYOUTS["v4-mla-fp8"]
+    pool = adversarial_pool(layout, 16)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = layout.values(pool, 16)
+        monkeypatch.setattr("needlework.pages.slices.SLICE_VALUES", 3 * 16 * layout.dim)
+        torch.set_num_threads(3)
+        assert same(layout.values(pool, 16), want)
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_values_say_what_out_must_be():
+    layout = LAYOUTS["dsa-index-fp8"]
+    pool = torch.zeros(2, 8448, dtype=torch.uint8)
+    for out in (torch.empty(2, 64, 127), torch.empty(2, 64, 128).half(), torch.empty(2, 64, 256)[..., ::2]):
+        with pytest.raises(ValueError, match=r"contiguous torch.float32 \[2, 64, 128\] on cpu; found"):
+            layout.values(pool, out=out)

@@ -6,6 +6,7 @@ unless said otherwise; values beyond the largest code saturate, as the public wr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -86,12 +87,13 @@ def decode(stored: Tensor, name: str) -> Tensor:
 
 
 def _e4m3_halves(codes: Tensor, name: str, out: Tensor | None = None) -> Tensor:
-    """float16 [...] of e4m3 codes times 2^-8 (2^-7 for FNUZ), NaN codes included.
+    """float16 [...] of e4m3 codes times 2^-8 (2^-7 for FNUZ), NaN codes included; `out` int16 is overwritten.
 
     Moved into the upper bits of a half, sign, exponent and mantissa of an e4m3 code read as the same number under
     another exponent bias, subnormals too. torch's own conversion on a CPU goes code by code and takes about ten times
     as long.
     """
+    codes = codes.contiguous()
     bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device) if out is None else out
     bits.copy_(codes.view(torch.int8)).mul_(128).bitwise_and_(-16385)  # drop the copy of the sign in the exponent
     if name == "e4m3fnuz":
@@ -102,35 +104,41 @@ def _e4m3_halves(codes: Tensor, name: str, out: Tensor | None = None) -> Tensor:
     return bits.view(torch.float16)
 
 
-def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor) -> None:
-    """Write code value x scale into float32 `out` [pages, P, n], slice by slice so that the steps meet in the cache.
+def _e2m1_halves(codes: Tensor, out: Tensor | None = None) -> Tensor:
+    """float16 [..., 2n] of n bytes of e2m1 pairs, times 2^-14; `out` int16 [..., 2n] is overwritten.
 
-    codes uint8 [pages, P, bytes] (any strides), scales float32 [pages, P, groups].
+    A byte becomes one 32-bit word of two halves: a multiplication puts one copy of it where each half wants exponent
+    and mantissa, an addition then carries the sign, which lies next to them, up into the top bit.
     """
-    groups = scales.shape[-1]
-    # a GPU's kernels want millions of values a launch, a CPU core's cache holds a few hundred thousand
-    budget = 1 << 24 if codes.is_cuda else (1 << 17) * min(torch.get_num_threads(), 8)
-    step = max(1, budget // max(1, codes[0].numel()))
-    bias = {"e4m3fn": 256.0, "e4m3fnuz": 128.0}.get(name, 1.0)
-    shift = bias if bias > 1 and not codes.is_cuda and float(scales.abs().max()) * bias < 3e38 else 1.0
-    rows = (min(step, codes.shape[0]), *codes.shape[1:])
-    # one buffer for all slices: a fresh one each time would cost more in page faults than the arithmetic
-    bits = torch.empty(rows if shift > 1 else 0, dtype=torch.int16)
-    floats = torch.empty(rows if shift > 1 else 0)
-    for first in range(0, codes.shape[0], step):
-        part = codes[first : first + step].contiguous()
-        scale = scales[first : first + step, ..., None]
-        if codes.is_cuda and bias > 1:
-            values = part.view(getattr(torch, f"float8_{name}")).to(torch.float16)
-        elif shift > 1:
-            values, scale = floats[: len(part)].copy_(_e4m3_halves(part, name, bits[: len(part)])), scale * shift
-        else:  # 4-bit codes, or a scale so large that it leaves no room for the bias
-            values = decode(part, name)
-        torch.mul(
-            values.unflatten(-1, (groups, -1)),
-            scale,
-            out=out[first : first + step].unflatten(-1, (groups, -1)),
-        )
+    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+    bits = torch.empty(shape, dtype=torch.int16, device=codes.device) if out is None else out
+    word = bits.view(torch.int32).copy_(codes)
+    word.mul_(0x00200200).bitwise_and_(0x1E001E00).add_(0x70007000).bitwise_and_(0x8E008E00 - (1 << 32))
+    return bits.view(torch.float16)
+
+
+def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
+    """Write code value x scale into float32 `out` [..., n], in place after one widening pass.
+
+    codes uint8 [..., bytes] and `out` of any strides, scales float32 [..., groups]; `scratch` int16 [..., n] saves an
+    allocation. The power of two by which the halves are off goes into the scale where that leaves it finite.
+    """
+    if not codes.numel():
+        return
+    bias, halves = _HALVES[name]
+    out.copy_(halves(codes, scratch))
+    if float(scales.abs().max()) * bias < 3e38:
+        scales = scales * bias
+    else:  # NaN, infinite, or so large that it leaves no room
+        out.mul_(bias)
+    out.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+
+
+_HALVES: dict[str, tuple[float, Callable[[Tensor, Tensor | None], Tensor]]] = {
+    "e4m3fn": (2.0**8, lambda codes, out: _e4m3_halves(codes, "e4m3fn", out)),
+    "e4m3fnuz": (2.0**7, lambda codes, out: _e4m3_halves(codes, "e4m3fnuz", out)),
+    "e2m1": (2.0**14, _e2m1_halves),
+}
 
 
 def encode_e4m3(values: Tensor, name: str = "e4m3fn") -> Tensor:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from . import formats
+from . import formats, slices
 from .writers import Writer
 
 
@@ -62,13 +62,11 @@ class Field:
             stride = (pool.stride(0), self.stride * rows, width, rows * width, 1)
         return pool.as_strided(shape, stride, pool.storage_offset() + self.start(page_tokens))
 
-    def take(self, pool: Tensor, page_tokens: int, *index: Tensor) -> Tensor:
-        """A copy of the bytes at `index` (page, or page, row and place in its tile) of `view`."""
-        view = self.view(pool, page_tokens)
-        if view.is_cuda:
-            return view[index]
-        # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
-        return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
+    def place(self, offset: Tensor) -> tuple[Tensor, Tensor]:
+        """Where `view` has the token at an offset in its page: (row, place in its tile)."""
+        if self.tile is None:
+            return offset, torch.zeros_like(offset)
+        return offset // self.tile[0], offset % self.tile[0]
 
     def take(self, pool: Tensor, page_tokens: int, *index: Tensor) -> Tensor:
         """A copy of the bytes at `index` (page, or page, row and place in its tile) of `view`."""
@@ -77,6 +75,15 @@ class Field:
             return view[index]
         # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
         return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
+
+    def stored(self, pool: Tensor, page_tokens: int) -> Tensor:
+        """The field as stored: uint8 [pages, page_tokens, bytes], or float32 / bfloat16 [pages, page_tokens, count].
+
+        The uint8 form is a view where strides allow.
+        """
+        data = self.view(pool, page_tokens).flatten(3).flatten(1, 2)
+        kind = formats.FORMATS[self.format].stored
+        return data if kind == torch.uint8 else data.contiguous().view(kind)
 
     def address(self, page_tokens: int) -> Tensor:
         """int64 [page_tokens, bytes]: where each byte of each token's field lies inside the page."""
@@ -158,9 +165,7 @@ class Layout:
         self.check(raw, page_tokens)
         out: dict[str, Tensor] = {}
         for item in self.fields:
-            stored = item.view(raw, page_tokens).flatten(3).flatten(1, 2)
-            kind = formats.FORMATS[item.format].stored
-            out[item.name] = stored if kind == torch.uint8 else stored.contiguous().view(kind)
+            out[item.name] = item.stored(raw, page_tokens)
         out["padding"] = raw[:, page_tokens * self.token_bytes :]
         out["scale_values"] = formats.decode(out["scales"], self["scales"].format)
         out["values"] = self.values(raw, page_tokens)
@@ -185,14 +190,8 @@ class Layout:
 
             device.values(self, raw, page_tokens, out)
             return out
-        parts = {}
-        for name in ("codes", "scales", "rope"):
-            if name in self:
-                stored = self[name].view(raw, page_tokens).flatten(3).flatten(1, 2)
-                kind = formats.FORMATS[self[name].format].stored
-                parts[name] = stored if kind == torch.uint8 else stored.contiguous().view(kind)
-        parts["scale_values"] = formats.decode(parts["scales"], self["scales"].format)
-        return self._values(parts, out)
+        slices.values(self, raw, page_tokens, out)
+        return out
 
     def encode(self, fields: Mapping[str, Tensor], page_tokens: int = 64, writer: str | None = None) -> Tensor:
         """Pages uint8 [pages, page_bytes] from stored fields, or from "values" [pages, page_tokens, dim] alone.
@@ -221,9 +220,9 @@ class Layout:
         page, offset = self._locate(pool, flat.clamp(min=0), page_tokens)
         stored = {}
         for item in self.fields:
-            rows = item.tile[0] if item.tile else 1
-            taken = item.take(pool, page_tokens, page, offset // rows, offset % rows).flatten(1)
-            stored[item.name] = taken.view(formats.FORMATS[item.format].stored)
+            if item.name in ("codes", "scales", "rope"):
+                taken = item.take(pool, page_tokens, page, *item.place(offset)).flatten(1)
+                stored[item.name] = taken.view(formats.FORMATS[item.format].stored)
         values = self._values({**stored, "scale_values": formats.decode(stored["scales"], self["scales"].format)})
         holes = flat < 0
         if bool(holes.any()):
@@ -254,10 +253,9 @@ class Layout:
         stored = self.quantise(rows, writer)
         for item in self.fields:
             if item.name in stored:
-                height = item.tile[0] if item.tile else 1
                 view = item.view(pool, page_tokens)
                 data = stored[item.name].contiguous().view(torch.uint8).reshape(-1, *view.shape[3:])
-                view[page, offset // height, offset % height] = data
+                view[(page, *item.place(offset))] = data
 
     def quantise(self, values: Tensor, writer: str | None = None) -> dict[str, Tensor]:
         """Stored fields of float values [..., dim]: codes, scales, and rope (and a zeroed pad) where they apply."""
@@ -300,16 +298,13 @@ class Layout:
             raise ValueError(f"slot {int(flat.max())} lies outside a pool of {capacity} slots ({pool.shape[0]} pages)")
         return flat // page_tokens, flat % page_tokens
 
-    def _values(self, stored: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
-        codes, scales = stored["codes"], stored["scale_values"]
-        rows = codes.shape[:-1]
-        values = torch.empty(*rows, self.dim, device=codes.device) if out is None else out
-        count = self["codes"].count
-        if codes.ndim == 2:  # entries rather than pages
-            codes, scales = codes[None], scales[None]
-        formats.dequantise(codes, self["codes"].format, scales, values.view(*codes.shape[:-1], -1)[..., :count])
+    def _values(self, stored: Mapping[str, Tensor]) -> Tensor:
+        """float32 [n, dim] of n single entries' stored fields."""
+        codes, scales = self["codes"], stored["scale_values"]
+        values = torch.empty(len(scales), self.dim, device=scales.device)
+        formats.dequantise(stored["codes"], codes.format, scales, values[:, : codes.count])
         if "rope" in self:
-            values[..., count:] = stored["rope"]
+            values[:, codes.count :] = stored["rope"]
         return values
 
     def _place(self, view: Tensor, item: Field, data: Tensor) -> None:
