@@ -182,4 +182,12 @@ def check(text: str) -> list[Leak]:
         redactor = Redactor()
         if redactor.text(line) != clean(line):
             leaks += [Leak(number, kind) for kind in redactor.report() if kind != "private-key"]
+    if not leaks:  # a secret may stand on another line than its name
+        redactor = Redactor()
+        for number, (found, right) in enumerate(
+            zip(clean(text).split("\n"), redactor.text(text).split("\n"), strict=False), 1
+        ):
+            if found != right:
+                leaks += [Leak(number, kind) for kind in redactor.report()]
+                break
     return leaks

@@ -69,7 +69,9 @@ def _host(text: str) -> bool:
     return text.lower() not in PUBLIC_HOSTS and not re.fullmatch(r"[\d.]+", text)
 
 
-QUOTE = r"""\\?["']?"""
+QUOTE = r"""\\{0,7}(?:["']|&quot;|&#3[49];)?"""  # as JSON inside JSON inside HTML writes it
+MARK = r"""\\{0,7}["']"""
+CODE = r"(?:api|access|secret|private|auth)[ ](?:key|token)"
 RULES: tuple[Rule, ...] = (
     Rule("private-key", _rx(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?(?:-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----|\Z)")),
     Rule("cookie", _rx(rf"(?im)\b(?:set-)?cookie{QUOTE}\s*[:=]\s*{QUOTE}(?P<s>[\w.-]+=[^\r\n\"']+)"), _secret_value),
@@ -105,6 +107,28 @@ RULES: tuple[Rule, ...] = (
             r"AGE-SECRET-KEY-1[A-Z0-9]{50,}|cfut_[A-Za-z0-9_-]{30,}|\d{8,10}:AA[A-Za-z0-9_-]{32,34}|[MNO][A-Za-z\d_-]{23,25}\.[\w-]{6}\.[\w-]{27,38})"
         ),
     ),
+    # A list of arguments or of headers: '--api-key', 'VALUE' and (b'x-api-key', b'VALUE').
+    Rule("secret", _rx(rf"(?i){MARK}--?[a-z0-9-]{{0,40}}?{SECRET_NAME}{MARK}\s*,\s*{MARK}(?P<s>[^\s\"'\\]{{4,}})"), lambda v: _secret_value(v) and not v.startswith("-")),
+    Rule("secret", _rx(rf"(?i){MARK}[a-z0-9_-]{{0,40}}?{SECRET_NAME}{MARK}\s*,\s*b?{MARK}(?P<s>[^\s\"'\\]{{4,}})"), _token_value),
+    # A pair of lines: name and value of a pod's environment, a block of YAML or TOML, a command line that goes on below.
+    Rule("secret", _rx(rf"(?i)\b(?:name|key){QUOTE}\s*[:=]\s*{QUOTE}\w{{0,60}}?{SECRET_NAME}{QUOTE}\s{{0,40}},?\s{{0,40}}{QUOTE}value{QUOTE}\s*[:=]\s*{QUOTE}(?P<s>[^\s\"'\\,&<>]{{4,}})"), _secret_value),
+    Rule("secret", _rx(rf"(?i)(?:\b|_){SECRET_NAME}\s*[:=]\s*(?:[|>][-+\d]{{0,2}}|\"{{3}}|'{{3}})[ \t]*\n[ \t]*(?P<s>[^\s\"'][^\n\"']{{3,}})"), _secret_value),
+    Rule("secret", _rx(rf"(?i)(?<!\w)--?[a-z0-9-]{{0,40}}?{SECRET_NAME}[ \t]*\\\n[ \t]*{QUOTE}(?P<s>[^\s\"'\\]{{4,}})"), lambda v: _secret_value(v) and not v.startswith("-")),
+    # Several values, values with blanks, and what URLs, XML and prose make of them.
+    Rule("secret", _rx(rf"(?i)\b(?:api[_-]?key|secret|password|credential|(?:auth|api|access)[_-]?token)s?{QUOTE}\s*[:=]\s*\[\s{{0,40}}(?P<s>{MARK}[^\]\n]{{4,400}}{MARK})\s{{0,40}}\]"), _secret_value),
+    Rule("secret", _rx(r"(?i)(?:password|passphrase|passwd|secret|api[_-]?key)\\{0,7}[\"']?\s*[:=]\s*(?P<q>\\{0,7}[\"'])(?P<s>[^\"'\\\n]{4,200})(?P=q)"), _secret_value),
+    Rule("url-secret", _rx(rf"(?i){SECRET_NAME}%(?:25){{0,3}}3d(?P<s>[^&\s\"'%<>]{{4,}})"), _secret_value),
+    Rule("credentials", _rx(r"(?i)%3a%2f%2f(?P<s>[^\s%\"'<>]{1,100}%3a[^\s%\"'<>]{1,100})%40")),
+    Rule("secret", _rx(rf"(?i)<[\w:-]{{0,40}}?(?!token>){SECRET_NAME}>(?P<s>[^<>\s]{{4,}})</"), _secret_value),
+    Rule("secret", _rx(rf"(?i){SECRET_NAME}{QUOTE}\s*(?:=>|->|:=|：|\||set to)\s*{QUOTE}(?P<s>[^\s\"'\\,;&<>|]{{10,}})"), _token_value),
+    Rule("secret", _rx(rf"(?i)\b{CODE}s?(?: provided| is| was)?\s*[:=]?\s*{QUOTE}(?P<s>[^\s\"'\\,;&<>]{{10,}})"), _token_value),
+    Rule("secret", _rx(rf"(?<=[A-Z0-9]_)(?:PASS|PAT|CREDS)\s*[=:]\s*{QUOTE}(?P<s>[^\s\"'\\,;&<>]{{6,}})"), _secret_value),
+    Rule("secret", _rx(rf"(?i)\bcurl\b[^\n]{{0,400}}?\s(?:-u|--user)[ =]?{QUOTE}[\w.@-]{{1,60}}:(?P<s>[^\s\"']{{3,}})"), _secret_value),
+    Rule("secret", _rx(r"(?i)\b(?:requirepass|masterauth|login \S{1,60} password)\s+(?P<s>[^\s\"']{4,})"), _secret_value),
+    Rule("secret", _rx(rf"\bauth{MARK}\s*:\s*{MARK}(?P<s>[A-Za-z0-9+/=]{{12,}}){MARK}"), _secret_value),
+    Rule("user", _rx(r"(?i)(?:%2f|\\{1,7}/)(?:home|users)(?:%2f|\\{1,7}/)(?P<s>[\w.-]{2,32})")),
+    Rule("user", _rx(r"(?i)\b[a-z]:\\{2,8}Users\\{2,8}(?P<s>[^\s\\\"':]{2,32})")),
+    Rule("address", _rx(r"(?i)(?<=%2f)(?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)"), _address),
     # --api-key VALUE and --password=VALUE on a command line.
     Rule("secret", _rx(rf"(?i)(?<!\w)--?[a-z0-9-]*{SECRET_NAME}[ =]{QUOTE}(?P<s>[^\s\"'\\]{{4,}})"), lambda v: _secret_value(v) and not v.startswith("-")),
     # NAME=value, "name": "value", name: value; "token" alone is judged by its value.
