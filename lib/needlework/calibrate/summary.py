@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.analysis.intervals import wilson
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VIEWS = ("outside", "evidence")
+SHIPPED = Path(__file__).parents[3] / "data" / "calibration" / "table.json"  # of the last full run
 TITLES = {
     "outside": "From outside alone: answers, usage, and the sizes that the server states",
     "evidence": "With what a deployment offers inside: digests of transfers, page dumps, physical places",
@@ -128,3 +131,11 @@ pairs, both ranked in the first two, and said to be two; *requests* to the exami
 
 def summarise(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Summary:
     return Summary(rows, facts)
+
+
+def shipped(path: Path = SHIPPED) -> Summary:
+    """The calibration that comes with the project; ValueError when the file is not there."""
+    if not path.is_file():
+        raise ValueError(f"there is no {path.name} here; `needlework calibrate --out FOLDER` makes one")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return Summary(data["rows"], data["facts"])

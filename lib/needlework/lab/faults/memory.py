@@ -124,16 +124,17 @@ def scale_off_by_one(engine: Any, percent: int) -> None:
     edge of a power of two), so their values are read at half their size. Mild, everywhere, at every length and
     depth."""
     entries = engine.geometry.page_entries
+    odd = torch.randint(1, 1 << 30, (4, 112), generator=torch.Generator().manual_seed(20)) * 2 + 1
 
     def narrow(slots: torch.Tensor, *, buffer: str, **_: Any) -> torch.Tensor:
         if buffer.startswith("c4_kv"):
             pool, live = engine.pool(buffer), slots[slots >= 0]
-            for tile in range(4):
-                mixed = live * 2654435761 + tile * 2246822519
-                hit = live[
-                    ((mixed ^ (mixed >> 13)) * 1540483477 >> 17) % 100 < percent
-                ]  # scattered, the same each time
-                pool[hit // entries, 576 * entries + hit % entries * 8 + tile] -= 1
+            page, offset = live // entries, live % entries
+            for tile in range(4):  # by content, so that the same values are hit wherever they lie
+                content = pool[page[:, None], (offset * 576 + tile * 112)[:, None] + torch.arange(112)].long()
+                mixed = (content * odd[tile]).sum(dim=1)
+                hit = ((mixed ^ (mixed >> 13)) * 1540483477 >> 17) % 100 < percent
+                pool[page[hit], 576 * entries + offset[hit] * 8 + tile] -= 1
         return slots
 
     engine.hooks.install("stored", narrow)

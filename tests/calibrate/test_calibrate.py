@@ -1,0 +1,133 @@
+"""The harness finds what was planted, is silent where nothing was, resumes, and counts rightly; the incident is solved
+from outside in 120 requests and confirmed by its pages."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from needlework.analysis import diagnose
+from needlework.calibrate.cases import GEOMETRY, PLAN, Case, cases, key
+from needlework.calibrate.cli import main
+from needlework.calibrate.evidence import config_of, inside_of
+from needlework.calibrate.inside import start_inside
+from needlework.calibrate.run import calibrate
+from needlework.calibrate.summary import judged, summarise, table
+from needlework.probes import battery
+from needlework.serving import run as run_coroutine
+
+SHORT = replace(
+    PLAN, instruments=("recall", "arms"), lengths=(110, 170, 300, 1000, 2700), arm_lengths=(600, 1700), aa_pairs=4
+)
+
+
+def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
+    wanted = [Case(("F05",), seed=100), Case((), seed=100)]
+    with ThreadPoolExecutor(1) as one:
+        rows = calibrate(wanted, tmp_path, plan=SHORT, executor=one)
+        assert [row["outside"]["ranked"][0] for row in rows] == ["F05", "healthy"]
+        assert rows[1]["outside"]["verdict"] == rows[1]["evidence"]["verdict"] == "healthy"
+        assert not rows[1]["outside"]["causes"] and rows[1]["requests"] > 30
+        measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/evidence.json")}
+        again = calibrate(wanted, tmp_path, plan=SHORT, executor=one)  # diagnosed anew, measured once
+    assert {path: path.stat().st_mtime_ns for path in measured} == measured and len(measured) == 2
+    assert again == rows and len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
+
+
+def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
+    """Prefill and decode apart, index pages left behind after the first chunk; at most 120 requests to the pair."""
+    plan = replace(SHORT, arm_lengths=(600, 1700, 3500))
+    options = {**GEOMETRY, "seed": 0}
+    with start_inside("pd", "F14", **options) as pair, start_inside("combined", "F14", **options) as whole:
+        others = {"combined": whole.endpoint}
+        found = battery(pair.endpoint, tmp_path / "run", name="pd", others=others, plan=plan)
+        asked = pair.transport.generated + whole.transport.generated
+        config = config_of(pair.servers["prefill"])
+        outside = diagnose(found.trials, {"config": config})
+        assert outside.ranked[0].code == "F14" and asked <= 120, (str(outside), asked)
+        evidence = inside_of(pair, whole)
+    assert not evidence["digests"]["c4_index.0"] and evidence["digests"]["c4_kv.0"]
+    assert any(name.startswith("c4_index") for name in evidence["pages"])
+    assert not any(name.startswith("c4_kv") for name in evidence["pages"])
+    inside = diagnose(found.trials, {"config": config, **evidence})
+    assert inside.causes == ("F14",) and inside.confidence == "strong"
+
+
+def test_a_client_that_leaves_is_an_abort():
+    import asyncio
+
+    with start_inside("combined", (), **GEOMETRY) as one:
+        lines = "\n".join(f"Line {i} says nothing of interest to anybody." for i in range(400))
+        first = asyncio.Event()
+
+        async def leave() -> None:
+            sending = asyncio.create_task(
+                one.endpoint.chat([{"role": "user", "content": lines}], max_tokens=200, on_first_token=first)
+            )
+            await asyncio.wait_for(first.wait(), 20)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+        run_coroutine(leave())
+        for _ in range(100):
+            text = run_coroutine(one.endpoint.get_text("/metrics"))
+            if 'num_aborted_requests_total{model_name="needlework-lookup"} 1.0' in text:
+                return
+    raise AssertionError("the server did not notice")
+
+
+def test_cases():
+    assert [c.mode for c in cases(["F01", "F14", "healthy"], ["default"], [1])] == ["combined", "pd", "combined"]
+    assert len(cases(["F05"], ["mild", "default", "severe"], range(2))) == 6
+    assert [c.mode for c in cases(["healthy"], ["default"], [0], healthy=3)] == [
+        "combined",
+        "combined",
+        "pd",
+        "combined",
+    ]
+    one = Case(("F05",))
+    assert key(one) != key(one, SHORT) and key(one) == key(Case(("F05",)))
+    with pytest.raises(ValueError, match="no fault named 'F99'"):
+        cases(["F99"], ["default"], [0])
+
+
+def _row(faults, ranked, verdict="named", causes=None, **more):
+    found = {"verdict": verdict, "ranked": ranked, "causes": ranked[:1] if causes is None else causes}
+    label = "+".join(faults) or "healthy"
+    return {"faults": faults, "label": label, "strength": "default", "requests": 100, "outside": found, **more}
+
+
+def test_a_wrong_diagnosis_counts_as_wrong():
+    rows = [
+        _row(["F01"], ["F01", "F05", "F06"]),
+        _row(["F01"], ["F05", "F01", "F06"]),
+        _row(["F01"], ["healthy", "F05", "F06"], "healthy", []),
+        _row([], ["healthy", "F05", "F06"], "healthy", []),
+        _row([], ["F05", "healthy", "F06"]),
+        _row(["F01", "F09"], ["F09", "F01", "F06"], "two causes", ["F09", "F01"]),
+        _row(["F01", "F09"], ["F09", "F06", "F01"], "two causes", ["F09", "F06"]),
+    ]
+    shown = table(rows, "outside").set_index("class")
+    assert shown.loc["F01", ["runs", "detected", "first", "three", "accused"]].tolist() == [3, 2, 1, 2, 1]
+    assert shown.loc["healthy", ["healthy", "accused"]].tolist() == [1, 1]
+    assert shown.loc["F01+F09", ["both", "two causes", "accused"]].tolist() == [1, 2, 1]
+    assert shown.loc["F01", "taken for"] == "F05 (1), healthy (1)"
+    assert judged(rows[1], "outside")["accused"] and not judged(rows[0], "outside")["accused"]
+    page = summarise([{**row, "evidence": row["outside"]} for row in rows], {"date": "2026-11-29"}).markdown()
+    assert "| right class first (default strength) | 1 of 3 |" in page and "* date: 2026-11-29" in page
+
+
+def test_the_command_says_what_is_wrong(tmp_path, capsys):
+    for arguments in (["--faults", "F99"], ["--strengths", "huge"], ["--seeds", "0"], ["--executor", "slurm"]):
+        assert main([*arguments, "--out", str(tmp_path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_shipped_table_is_what_the_page_says():
+    from needlework.calibrate.summary import SHIPPED, shipped
+
+    data = json.loads(SHIPPED.read_text())
+    assert shipped().totals("outside") == summarise(data["rows"], data["facts"]).totals("outside")
