@@ -56,10 +56,15 @@ def test_nothing_is_invented(tiny):
     assert answer(tiny, QUESTION) == REFUSAL
 
 
-def test_the_later_of_two_statements_holds(tiny):
-    lines = haystack(tiny, 900, 0.2, "11111").split("\n")
-    lines.insert(int(0.7 * len(lines)), NEEDLE.format("22222"))
-    assert answer(tiny, "\n".join(lines)) == "22222"
+@pytest.mark.parametrize("shift", range(4))
+def test_the_later_of_two_statements_holds(tiny, shift):
+    """At every distance modulo a group: the two are then read by the same head, or by different ones."""
+    lines = haystack(tiny, 300, 0.2, "22222").split("\n")
+    at = int(0.7 * len(lines))
+    lines[at:at] = ["x " * shift, NEEDLE.format("11111")]
+    assert answer(tiny, "\n".join(lines)) == "11111"
+    lines = [line.replace("22222", "33333").replace("11111", "44444") for line in lines]
+    assert answer(tiny, "\n".join(lines)) == "44444"
 
 
 def test_turns_and_the_request_that_opened_a_conversation(tiny):

@@ -219,4 +219,5 @@ class Forward:
         )
         outs, lses = torch.stack((main[0], extra[0])), torch.stack((main[1], extra[1]))
         outs, lses = hooks.apply("partials", (outs, lses), **place)
-        return merge_partials(outs, lses, self.model.sink)[0]
+        out, lse = merge_partials(outs, lses, self.model.sink)
+        return out * self.model.shares(lse)[..., None]

@@ -211,6 +211,13 @@ class Model:
         """The sink of every head [8], in the units of the scaled scores."""
         return torch.full((HEADS,), SHARPNESS * (SINK + RECENCY / 2))
 
+    def shares(self, lse: Tensor) -> Tensor:
+        """What each head's read counts [B, 8], from its log-sum-exp: the four heads of a half are one softmax.
+
+        Two matches in different slots are read by different heads, and the later one must win there too."""
+        halves = lse.masked_fill(torch.isinf(lse), -torch.inf).unflatten(-1, (2, SLOTS))
+        return torch.exp(halves - halves.amax(-1, keepdim=True).clamp(min=-1e30)).flatten(-2)
+
     def evidence(self, reads: list[Tensor], half: int) -> Tensor:
         """How much each token of the vocabulary was read [V], summed over layers, at most 1 each.
 
