@@ -185,7 +185,10 @@ def residues(v: View) -> list[Feature]:
     cold = v.base
     warm = v.measured & v.warm & (v.turn <= 1 if np.isfinite(v.turn).any() else True)
     found = {}
+    scan = v.probe == "residues"  # a length is judged against its neighbours, where those were asked
     for name, mask in (("comb", cold), ("comb_warm", warm)):
+        if len(np.unique(v.length[mask & scan])) >= 12:
+            mask = mask & scan
         x, y = v.length[mask], v.hit[mask]
         if len(np.unique(x)) < 12:
             continue

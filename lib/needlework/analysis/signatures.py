@@ -233,7 +233,7 @@ SIGNATURES: tuple[Signature, ...] = (
             "page_nonfinite": 0.3,
             "load_loss": 0.15,
             "pages_right": 0.9,
-            "short_loss": 0.3,
+            "short_loss": 0.6,
         },
         "place the same content in a page just below and just above 2^31 / stride; predict the page first",
         ("aiter#4774", "xpu-kernels#445", "TensorRT-LLM#8058"),
@@ -523,6 +523,7 @@ SIGNATURES: tuple[Signature, ...] = (
         },
         "join request ids with warnings and counters; inject one failure and require an error or a recompute",
         ("vllm#52234", "LMCache#4991", "sglang#30233"),
+        needs=("pd_loss", "log_failed_load", "reload_loss", "all_buffers_differ"),
     ),
     Signature(
         "F17",
