@@ -63,6 +63,7 @@ def _logits(full: bool, s: int) -> Iterator[Case]:
     yield LogitsCase("each key its own scale", s + 8, lengths=(200, 333), data="spread", covers=("scale",))
     yield LogitsCase("nine keys in ten zero", s + 9, lengths=(257,), data="zeros", covers=("zeros",))
     yield LogitsCase("holes behind the last page", s + 10, lengths=(65, 10), table="holes", covers=("holes",))
+    yield LogitsCase("a table without a spare column", s + 20, lengths=(200, 256), table="full", covers=("full table",))
     yield LogitsCase("two query rows per request", s + 11, lengths=((99, 100), (64, 65)), covers=("2-D lengths",))
     yield LogitsCase("eight heads", s + 12, lengths=(100,), heads=8, covers=("heads",), optional="fewer than 32 heads")
     yield LogitsCase("slices of wider buffers", s + 13, lengths=(90, 200), strided=True, covers=("non-contiguous",),
