@@ -10,17 +10,19 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import record_vllm  # beside this file
 import torch
-from needlework import pages
+from needlework import analysis, pages
 from needlework.evidence import Bundle, redact
 
 LAYOUTS = {"index": "dsa-index-fp8", "mla": "v32-mla-fp8"}
 SHORT, LONG, TAIL = 600, 2200, 28  # tokens of the two dumped requests; first page kept of the long one
-LAYER = 1  # where the faults were planted
+LAYER, BUDGET, ROLES = 1, 2048, ("prefill", "decode")  # where the faults were planted; index_topk; sides
 # fault -> pool in which it lies; the healthy request's pools are kept of every layer
 FAULTY = {"index-skip": "index", "index-swap": "index", "scales-zero": "index", "mla-skip": "mla"}
 
@@ -77,10 +79,59 @@ def evidence(out: Path, target: Path, model: Path, folders: dict[str, str]) -> N
             content = {key: content[key] for key in ("vllm_config",) if key in content}
         shown = json.dumps(content, indent=1, ensure_ascii=False)
         (target / path.name).write_text(text(shown, folders) + "\n", encoding="utf-8")
+    commands = {
+        role: record_vllm.command(role, Path("RUN/model"), 8300 + n) for n, role in enumerate(record_vllm.ROLES)
+    }
+    shown = {role: " ".join(["python3", *line[1:]]) for role, line in commands.items()}
+    (target / "commands.json").write_text(json.dumps(shown, indent=1) + "\n")
     (target / "model").mkdir(exist_ok=True)
     for path in model.iterdir():
         if path.name != "model.safetensors":
             shutil.copyfile(path, target / "model" / path.name)
+
+
+def ledger(folder: Path) -> analysis.Ledger:
+    """What the healthy part of the recording supports and clears; each sentence has the numbers found in the bundle."""
+    trials = analysis.load_trials(folder / "runs" / "equality")
+    cold = {arm: trials[(trials["arm"] == arm) & (trials["send"] == 0)] for arm in ("combined", "pd")}
+    again = [analysis.distances(trials[(trials["probe"] == "aa") & (trials["arm"] == arm)], cold[arm]) for arm in cold]
+    repeats = [(row["target_tokens"], row["first_step"]) for table in again for row in table.to_dict("records")]
+    short, long = ([d for n, d in repeats if (n <= BUDGET) is low] for low in (True, False))
+    warm = trials[(trials["arm"] == "combined") & (trials["send"] == 1) & (trials["target_tokens"] <= BUDGET)]
+    last = analysis.distances(cold["pd"], warm[warm["target_tokens"] - warm["cached_tokens"] == 1])
+    split = analysis.distances(cold["pd"], cold["combined"])
+    split = split[split["target_tokens"] <= BUDGET]
+    both = [[pages.read(path)[0] for path in sorted((folder / "pages").glob(f"{role}-*-none.bin"))] for role in ROLES]
+    lost = pages.compare_dumps(*both)
+    with np.load(folder / "evidence/steps/order.npz", allow_pickle=False) as kept:
+        alike = set(kept["selected_0"]) == set(kept["selected_1"]) and (kept["logits_0"] == kept["logits_1"]).all()
+        moved = float(np.mean(kept["selected_0"] != kept["selected_1"]))
+    found = analysis.Ledger(
+        folder.name, "One server and the pair answer identical prompts with other log-probabilities."
+    )
+    found = found.suspect("split", "The transfer loses or moves pages", 0.3)
+    found = found.suspect("kernel", "Decode computes the last prompt token with another kernel than prefill", 0.3)
+    found = found.suspect("order", "The engine selects in an order that changes from run to run", 0.1)
+    text = f"{len(lost)} findings in {len(both[0])} pools of both sides, 599 entries each"
+    found = found.record("pages", "pages compared", text, exonerates=() if len(lost) else ("split",), strength="strong")
+    text = (
+        f"up to {split['first_step'].max():.2f} nats apart at {len(split)} lengths of at most {BUDGET:,} tokens; "
+        f"{last['worst_step'].max():.1f} at the {len(last)} where the single server had one token left to compute"
+    )
+    same = ("kernel",) if last["worst_step"].max() == 0 else ()
+    found = found.record("equality", "pair against one server", text, supports=same, strength="strong")
+    text = (
+        f"up to {BUDGET:,} tokens {sum(d == 0 for d in short)} of {len(short)} repeats are equal, beyond "
+        f"{sum(d == 0 for d in long)} of {len(long)}; one step twice: scores and set "
+        f"{'equal' if alike else 'unequal'}, {moved:.0%} of the entries at another place"
+    )
+    found = found.record("equality", "each arm against itself", text, supports=("order",) if alike else ())
+    return replace(
+        found,
+        blind_spots=("random weights: how much of the noise a trained model would show", "pools that held old pages"),
+        verdict=f"The pair is healthy; beyond {BUDGET:,} tokens the engine does not repeat itself.",
+        confidence="moderate",
+    )
 
 
 def main() -> int:
@@ -110,6 +161,7 @@ def main() -> int:
     steps(options.out, options.bundle / "evidence" / "steps")
     folders = dict(pair.split("=", 1) for pair in options.folder)
     evidence(options.out, options.bundle / "evidence", options.model or options.out / "model", folders)
+    ledger(options.bundle).save(options.bundle / "ledger.json")
     bundle = Bundle(options.bundle)
     bundle.seal()
     for problem in bundle.problems():

@@ -3,10 +3,11 @@ with faults planted while it runs.
 
     python tools/record_vllm.py all --config DIR --out DIR [--site DIR] [--port 8300]
 
-`--config` is a folder with a DeepSeek-V3.2 `config.json` and a tokenizer (small: the run was made with 3 layers, hidden
-1,024, 64 heads, index_topk 2,048, 2,048 words); `--site` a folder with vLLM 0.23.0 and what it needs, if they are not
-installed. The steps can be run one by one: `checkpoint` writes seeded random weights beside the configuration,
-`serve` starts three servers on one GPU and returns when all answer, `ask` sends the requests, `stop` ends the servers.
+`--config` is a folder with a DeepSeek-V3.2 `config.json` and a tokenizer (the run was made with the small one in
+data/incidents/vllm-dsv32/evidence/model: 3 layers, hidden 1,024, 64 heads, index_topk 2,048, 2,048 words); `--site` a
+folder with vLLM 0.23.0 and what it needs, if they are not installed. The steps can be run one by one: `checkpoint`
+writes seeded random weights beside the configuration, `serve` starts three servers on one GPU and returns when all
+answer, `ask` sends the requests, `stop` ends the servers.
 
 What `ask` writes to --out:
     runs/equality   prompts at the edges of page, chunk and top-k: one server and the pair, cold and warm, A/A
@@ -137,6 +138,7 @@ def serve(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     paths = [str(options.site)] if options.site else []
     paths += [str(here), str(here.parent / "lib")]
+    # FlashInfer's sampler is built at the first start (more than two minutes) and greedy answers do not need it
     switches = {
         "PYTHONPATH": ":".join(paths), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1", "VLLM_DEEP_GEMM_WARMUP": "skip", "UCX_TLS": "all", "PYTHONUNBUFFERED": "1",

@@ -31,6 +31,15 @@ def test_the_bundle_is_sealed_small_and_complete():
     assert sum(path.stat().st_size for path in bundle.files()) < 3.2e6
 
 
+def test_the_ledger_is_what_the_recording_says():
+    import pack_vllm
+
+    kept = analysis.Ledger.load(BUNDLE / "ledger.json")
+    assert str(kept) == str(pack_vllm.ledger(BUNDLE))
+    status = {h.code: h.status for h in kept.hypotheses}
+    assert status == {"split": "exonerated", "kernel": "supported", "order": "supported"}
+
+
 def test_the_runs_hold_every_length_cold_and_warm_in_both_arms():
     trials = analysis.load_trials(BUNDLE / "runs/equality")
     assert set(trials["target_tokens"]) == set(record_vllm.LENGTHS)
