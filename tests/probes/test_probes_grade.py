@@ -50,6 +50,15 @@ def test_outcomes(text, expected):
     assert expected in OUTCOMES
 
 
+def test_a_loop_without_end_is_a_miss_and_not_a_cut_answer():
+    lost = "The code for the mill is:\n\n"  # as SmolLM2-135M answers at 7,000 tokens
+    assert outcome(lost * 3, finish="length") == "garbage"
+    assert outcome(lost * 2 + "The answer is:\n\nThe code for the", finish="length") == "garbage"
+    assert outcome(lost + "The code is:\n\n" * 4 + "The co", finish="length") == "garbage"
+    assert outcome(lost * 2 + "The answer is in the", finish="length") == "cut"  # twice is no loop
+    assert outcome("One.\nTwo.\nThree.\nThe count goes on", finish="length") == "cut"
+
+
 def test_cut_and_reasoning_only_are_no_measurement():
     assert outcome("", finish="length") == "cut"
     assert outcome("Let me think about the", finish="length") == "cut"

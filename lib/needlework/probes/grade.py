@@ -140,4 +140,12 @@ def _degenerate(answer: str) -> bool:
     if len(answer) < 24:
         return len(set(answer)) <= 2 and len(answer) >= 8
     words = answer.split()
-    return len(set(answer)) <= 6 or (len(words) >= 12 and len(set(words)) <= max(2, len(words) // 6))
+    few = len(set(answer)) <= 6 or (len(words) >= 12 and len(set(words)) <= max(2, len(words) // 6))
+    return few or _ends_in_a_loop(answer)
+
+
+def _ends_in_a_loop(answer: str) -> bool:
+    """The answer ends with a line or sentence that it has said twice before (now cut, perhaps): a small model that has
+    lost the thread goes on like that for ever, so a longer answer would not hold the value either."""
+    said = [part.strip() for part in re.split(r"[\n.!?]+", answer) if part.strip()]
+    return len(said) >= 3 and len(said[-1].split()) >= 2 and sum(part.startswith(said[-1]) for part in said) >= 3

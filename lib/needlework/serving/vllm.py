@@ -221,7 +221,7 @@ def _router(ports: Mapping[str, int], scratch: Path) -> Child:
         f"http://{LOOPBACK}:{ports['decode']}",
     ]
     command += ["--host", LOOPBACK, "--port", str(ports["router"]), "--prometheus-host", LOOPBACK]
-    command += ["--prometheus-port", str(ports["router-metrics"]), "--log-level", "warn"]
+    command += ["--prometheus-port", str(ports["router-metrics"]), "--log-level", "warning"]
     command.append("--disable-retries")  # a retry turns a failed transfer into a late answer and hides it
     return _child("router", command, QUIET | _folders(scratch / "router"))
 
