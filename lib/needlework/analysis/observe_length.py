@@ -187,8 +187,6 @@ def residues(v: View) -> list[Feature]:
     found = {}
     scan = v.probe == "residues"  # a length is judged against its neighbours, where those were asked
     for name, mask in (("comb", cold), ("comb_warm", warm)):
-        if len(np.unique(v.length[mask & scan])) >= 12:
-            mask = mask & scan
         x, y = v.length[mask], v.hit[mask]
         if len(np.unique(x)) < 12:
             continue
@@ -198,6 +196,10 @@ def residues(v: View) -> list[Feature]:
         inside = np.isin(np.round(x) % (result.period or 1), result.residues)
         dead = 1 - y[inside].mean() if result.state == "comb" and inside.any() else 0.0
         strength = presence_of(result.p_value) * float(dead >= 0.6 and dead - result.misses_elsewhere >= 0.4)
+        near = mask & scan
+        if len(np.unique(v.length[near])) >= 12 and result.period:
+            hit, there = v.hit[near], np.isin(np.round(v.length[near]) % result.period, result.residues)
+            strength *= float(there.any() and (~there).any() and hit[~there].mean() - hit[there].mean() >= 0.4)
         found[name] = strength
         out.append(Feature(name, strength, str(result), len(y), (result.period, result.residues)))
     return out

@@ -396,6 +396,7 @@ SIGNATURES: tuple[Signature, ...] = (
             "heals_cache": 0.8,
             "pages_right": 0.7,
             "short_loss": 0.4,
+            "page_stale": 0.6,
         },
         "same tokens under two identities (adapter, salt, image) must never hit: read the hit counter",
         ("vllm#44701", "vllm#54342", "LMCache#4086"),
