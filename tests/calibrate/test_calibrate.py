@@ -46,13 +46,14 @@ def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
         asked = pair.transport.generated + whole.transport.generated
         config = config_of(pair.servers["prefill"])
         outside = diagnose(found.trials, {"config": config})
+        print(f"{asked} requests, F14 at {outside.ranked[0].posterior:.2f} from outside")
         assert outside.ranked[0].code == "F14" and asked <= 120, (str(outside), asked)
         evidence = inside_of(pair, whole)
     assert not evidence["digests"]["c4_index.0"] and evidence["digests"]["c4_kv.0"]
     assert any(name.startswith("c4_index") for name in evidence["pages"])
     assert not any(name.startswith("c4_kv") for name in evidence["pages"])
     inside = diagnose(found.trials, {"config": config, **evidence})
-    assert inside.causes == ("F14",) and inside.confidence == "strong"
+    assert inside.causes == ("F14",) and inside.ranked[0].posterior > max(0.9, outside.ranked[0].posterior)
 
 
 def test_a_client_that_leaves_is_an_abort():
