@@ -119,6 +119,7 @@ def table(paths: list[str]) -> None:
     done = {
         "what": "healthy engine, geometry v4, greedy: a value asked for, or (absent) one that was never given",
         "command": "python benchmarks/lab.py recall",
+        "planned_trials": 424,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "needlework": needlework.__version__,
