@@ -58,6 +58,13 @@ def test_another_incident_goes_elsewhere_with_its_parameters(small: Path) -> Non
     assert "rebuilt from recordings" in (small / "report/one/index.html").read_text()
 
 
+def test_parameters_assigned_together_are_parameters(small: Path) -> None:
+    twin = write(small, "03_pair", "low, high = 1, 2")
+    twin.write_text(twin.read_text().replace("# %%", '# %% tags=["parameters"]'))
+    nb = runner.with_parameters(writer.read_twin(twin), {"high": 5, "other": 1})
+    assert [c.source for c in nb.cells if c.cell_type == "code"] == ["low, high = 1, 2", "high = 5"]
+
+
 def test_an_incident_sets_its_own_parameters(small: Path) -> None:
     with (small / "data/incidents/one/incident.toml").open("a") as settings:
         settings.write("\n[workbook.parameters.00_words]\nlimit = 1\nunknown = 2\n")

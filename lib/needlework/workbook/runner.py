@@ -59,13 +59,8 @@ def with_parameters(nb: NotebookNode, values: Mapping[str, Any]) -> NotebookNode
     """The notebook with a cell after its `parameters` cell that sets those of `values` which that cell defines."""
     for place, cell in enumerate(nb.cells):
         if "parameters" in cell.metadata.get("tags", ()):
-            known = {
-                t.id
-                for n in ast.parse(cell.source).body
-                if isinstance(n, ast.Assign)
-                for t in n.targets
-                if isinstance(t, ast.Name)
-            }
+            assigned = [t for n in ast.parse(cell.source).body if isinstance(n, ast.Assign) for t in n.targets]
+            known = {name.id for target in assigned for name in ast.walk(target) if isinstance(name, ast.Name)}
             lines = [f"{name} = {value!r}" for name, value in values.items() if name in known]
             if lines:
                 extra = nbformat.v4.new_code_cell(source="\n".join(lines))
