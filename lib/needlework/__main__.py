@@ -41,8 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return module.main([verb, *rest] if name in SHARED else rest)
     except (ValueError, OSError, RuntimeError) as error:
-        named = isinstance(error, OSError) and error.filename and error.strerror
-        print(f"needlework {verb}: {f'{error.filename}: {error.strerror}' if named else error}", file=sys.stderr)
+        said = str(error)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            said = f"{error.filename}: {error.strerror}"
+        print(f"needlework {verb}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"needlework {verb}: stopped; what was measured so far is kept", file=sys.stderr)

@@ -21,7 +21,6 @@
 
 # %%
 import pandas as pd
-
 from needlework import evidence, workbook
 
 workbook.start("Collect the evidence in one read-only call")
