@@ -24,10 +24,10 @@ SHORT = replace(
 
 
 def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
-    wanted = [Case(("F05",), seed=100), Case((), seed=100)]
+    wanted = [Case(("F08",), seed=100), Case((), seed=100)]
     with ThreadPoolExecutor(1) as one:
         rows = calibrate(wanted, tmp_path, plan=SHORT, executor=one)
-        assert [row["outside"]["ranked"][0] for row in rows] == ["F05", "healthy"]
+        assert [row["outside"]["ranked"][0] for row in rows] == ["F08", "healthy"]
         assert rows[1]["outside"]["verdict"] == rows[1]["evidence"]["verdict"] == "healthy"
         assert not rows[1]["outside"]["causes"] and rows[1]["requests"] > 30
         measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/evidence.json")}
