@@ -4,9 +4,10 @@ right."""
 from __future__ import annotations
 
 import pytest
-from engines import QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
 from needlework.lab.engine import Engine
 from needlework.lab.faults import FAULTS, parse
+
+from engines import QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
 
 RIGHT = "81392"
 SHORT, LONG = 60, 420  # tokens: below the budget of the selection (16 x 4), and far above it
