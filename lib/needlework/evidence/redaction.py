@@ -40,7 +40,8 @@ def _plugins() -> list[Any]:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError as error:  # redacting with half the rules must not pass for redacting
         raise RuntimeError("redaction needs detect-secrets: pip install -e '.[run]'") from error
-    classes: dict[str, Any] = {c.__name__: c for c in get_mapping_from_secret_type_to_class().values()}
+    found: dict[str, Any] = get_mapping_from_secret_type_to_class()
+    classes = {plugin.__name__: plugin for plugin in found.values()}
     return [classes[name]() for name in PLUGINS]
 
 
