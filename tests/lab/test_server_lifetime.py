@@ -48,6 +48,11 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="process tables are read from /proc")
+def hear_ctrl_c():
+    """A test run in the background inherits an ignored SIGINT; a terminal's program does not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_nothing_is_left_when_the_parent_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and len(parent.stdout.readline().split()) == 3
@@ -61,7 +66,7 @@ def test_nothing_is_left_when_the_parent_is_killed():
 @pytest.mark.skipif(not Path("/proc").exists(), reason="process tables are read from /proc")
 def test_the_command_runs_until_ctrl_c():
     command = [sys.executable, "-m", "needlework", "lab", "--geometry", "tiny"]
-    shell = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    shell = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=hear_ctrl_c)
     assert shell.stdout is not None
     head = [shell.stdout.readline() for _ in range(5)]
     assert "combined deployment, geometry tiny, healthy" in head[0] and "http://127.0.0.1:" in head[1]

@@ -129,7 +129,14 @@ def test_children_of_a_finished_notebook_are_ended(small: Path) -> None:
 def test_ctrl_c_leaves_no_process(small: Path) -> None:
     write(small, "08_waits", CHILD, "import time; time.sleep(600)")
     command = [sys.executable, "-m", "needlework", "run", "08"]
-    process = subprocess.Popen(command, env={**os.environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background test run ignores it
+    )
     mark, deadline = small / "notebooks/pid", time.monotonic() + 60
     while not (mark.is_file() and mark.read_text()) and time.monotonic() < deadline:
         time.sleep(0.1)
