@@ -24,7 +24,9 @@ from needlework.lab.asking import REFUSAL
 from needlework.lab.engine import Engine
 from needlework.lab.types import Event, Request, Sampling
 from needlework.probes import words
-from needlework.probes.prompts import Prompt, PromptSpec, Ratio, build
+from needlework.probes.fitting import Ratio, build
+from needlework.probes.prompts import Prompt
+from needlework.probes.specs import PromptSpec
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SHARES = (9, 9, 9, 9, 7, 5, 3, 1, 1)  # long prompts cost more: fewer of them

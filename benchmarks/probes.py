@@ -23,7 +23,7 @@ from pathlib import Path
 
 import httpx
 from needlework.probes import Bench, PromptSpec, prompts
-from needlework.probes.bench import Ask
+from needlework.probes.asks import Ask
 from needlework.serving import run
 
 BODY = json.dumps(

@@ -42,7 +42,7 @@ class Defects:
 
 @dataclass
 class Mock:
-    dialect: str = "sglang"  # sglang, vllm, llama.cpp, trtllm, openai, text
+    dialect: str = "sglang"  # sglang, vllm, llama.cpp, trtllm, openai, text, dynamo
     defects: Defects = field(default_factory=Defects)
     window: int = 131072
     base_url: str = ""
@@ -131,16 +131,20 @@ def make_app(mock: Mock) -> Starlette:
             mock.running -= 1
         text = answer_for(mock, tokens, cached, ordinal)
         switch = body.get("chat_template_kwargs", {})
-        thought = "Let me look. " if mock.defects.thinks and switch.get("enable_thinking", True) else ""
+        nvext = body.get("nvext", {}) if d == "dynamo" else {}
+        silent = nvext.get("max_thinking_tokens") == 0 if d == "dynamo" else not switch.get("enable_thinking", True)
+        thought = "Let me look. " if mock.defects.thinks and not silent else ""
         pieces = tokens_of(text)[: body["max_tokens"]]
         finish = "stop" if len(tokens_of(text)) <= body["max_tokens"] else "length"
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces), "total_tokens": 0}
-        if d in ("sglang", "vllm", "text"):
+        if d in ("sglang", "vllm", "text", "dynamo"):
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         logprobs = None
         if body.get("logprobs") and d != "openai":
             logprobs = {"content": [{"token": p, "logprob": -0.01} for p in pieces]}
         base = {"id": "x", "model": "mock", "system_fingerprint": f"fp{ordinal % mock.defects.replicas}"}
+        if "worker_id" in nvext.get("extra_fields", []):
+            base["nvext"] = {"worker_id": {"prefill_worker_id": 7, "decode_worker_id": 9, "decode_dp_rank": 0}}
         message = {"role": "assistant", "content": "".join(pieces)}
         if thought:
             message["reasoning_content"] = thought
@@ -177,6 +181,12 @@ def make_app(mock: Mock) -> Starlette:
         return JSONResponse({"object": "list", "data": [card]})
 
     async def metrics(request: Request) -> Response:
+        if d == "dynamo":
+            head, label = "dynamo_frontend_", '{model="mock"}'
+            lines = [f"{head}inflight_requests{label} {mock.running}", f"{head}model_context_length{label} 131072"]
+            lines += [f'{head}model_context_length{{model="other"}} 4096']
+            lines += [f'{head}requests_total{{model="mock",error_type="cancelled"}} {mock.aborted}']
+            return PlainTextResponse("\n".join(lines) + "\n")
         prefix = {"sglang": "sglang:", "vllm": "vllm:"}[d]
         names = {
             "sglang:": ("num_running_reqs", "num_aborted_requests_total"),
@@ -185,11 +195,19 @@ def make_app(mock: Mock) -> Starlette:
         lines = [f"{prefix}{names[0]} {float(mock.running)}", f"{prefix}{names[1]} {float(mock.aborted)}"]
         return PlainTextResponse("\n".join(lines) + "\n")
 
+    async def clear(request: Request) -> Response:
+        """Always 200, as Dynamo's frontend answers: who cleared, and who did not."""
+        failed = [{"name": "w2", "status": "No response from instance"}] if mock.defects.replicas > 1 else []
+        mock.cache.clear()
+        return JSONResponse({"cleared_workers": [{"name": "w1"}], "failed_workers": failed})
+
     routes = [Route("/v1/chat/completions", chat, methods=["POST"]), Route("/v1/models", models)]
     if d in ("sglang", "vllm", "llama.cpp", "text"):
         routes.append(Route("/tokenize", tokenize, methods=["POST"]))
-    if d in ("sglang", "vllm"):
+    if d in ("sglang", "vllm", "dynamo"):
         routes.append(Route("/metrics", metrics))
+    if d == "dynamo":
+        routes.append(Route("/clear_kv_blocks", clear, methods=["POST"]))
     if d == "sglang":
         routes.append(Route("/model_info", lambda r: JSONResponse({"model_path": "mock"})))
         routes.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from needlework.analysis.trials import OUTCOMES
 from needlework.probes.grade import edit_distance, grade, value_logprob
-from needlework.probes.prompts import Fact
+from needlework.probes.specs import Fact
 from needlework.serving import Reply
 
 FACTS = (

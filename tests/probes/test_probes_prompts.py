@@ -11,7 +11,8 @@ from random import Random
 import pytest
 from mock_endpoint import render, tokens_of
 from needlework.probes import prompts, values, words
-from needlework.probes.prompts import LengthError, PromptSpec, Ratio, build
+from needlework.probes.fitting import LengthError, Ratio, build
+from needlework.probes.specs import PromptSpec, facts_of
 
 
 async def count(messages):
@@ -85,7 +86,7 @@ def test_values(kind):
 
 def test_distractors_needles_and_styles():
     spec = PromptSpec(1500, 0.5, needles=3, ask=1, distractors=4, seed=2)
-    facts, question, expected = prompts.facts_of(spec)
+    facts, question, expected = facts_of(spec)
     assert [f.role for f in facts] == ["needle"] * 3 + ["distractor"] * 4
     assert expected == facts[1].value and facts[1].key in question
     assert len({f.value for f in facts}) == 7
@@ -99,7 +100,7 @@ def test_distractors_needles_and_styles():
 
 def test_controls():
     spec = PromptSpec(900, 0.5, seed=4)
-    value = prompts.facts_of(spec)[2]
+    value = facts_of(spec)[2]
     absent = make(replace(spec, control="absent"))
     assert absent.expected is None and value not in absent.text and absent.needle_token is None
     at_end = make(replace(spec, control="at_end"))

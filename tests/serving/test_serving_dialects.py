@@ -1,11 +1,13 @@
-"""What an endpoint can do is found by asking, in five dialects."""
+"""What an endpoint can do is found by asking, in seven dialects."""
 
 from __future__ import annotations
 
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
-from needlework.serving.dialects import Capabilities, count_tokens, flush, probe, read_gauges, read_metrics
+from needlework.serving.capabilities import Capabilities
+from needlework.serving.dialects import count_tokens, flush, probe, read_metrics
+from needlework.serving.gauges import read_gauges
 
 HELLO = [{"role": "user", "content": "Hello."}]
 EXPECTED = {
@@ -14,6 +16,7 @@ EXPECTED = {
     "llama.cpp": ("llama.cpp", "text", False, None, True, None),
     "trtllm": ("openai", "usage", False, None, True, None),
     "openai": ("openai", "usage", False, None, False, None),
+    "dynamo": ("dynamo", "usage", True, None, True, 131072),
     "text": ("openai", "text", True, None, True, None),
 }
 
@@ -37,6 +40,23 @@ def test_thinking_is_switched_off_only_where_it_was_seen():
     with mock_endpoint("trtllm", thinks=True) as mock:  # forbids unknown fields
         found = run(probe(Endpoint(mock.base_url)))
         assert found.thinking is None and found.thinks and found.fields(salt="x") == {}
+
+
+def test_dynamo_names_both_workers_and_its_flush_is_not_believed():
+    with mock_endpoint("dynamo", thinks=True) as mock:
+        endpoint = Endpoint(mock.base_url)
+        found = run(probe(endpoint))
+        assert found.names_worker and found.thinking == "nvext" and found.flush_path == "/clear_kv_blocks"
+        assert found.fields() == {"nvext": {"extra_fields": ["worker_id"], "max_thinking_tokens": 0}}
+        reply = run(endpoint.chat(HELLO, fields=found.fields()))
+        assert reply.worker == "prefill 7, decode 9" and not reply.reasoning
+        assert run(read_metrics(endpoint))["aborted"] == 0 and found.metrics == ("running", "aborted")
+        run(flush(endpoint))
+        assert not mock.cache
+    with mock_endpoint("dynamo", replicas=2) as mock, pytest.raises(RuntimeError, match="1 workers did not clear"):
+        run(flush(Endpoint(mock.base_url)))
+    with mock_endpoint("vllm") as mock:
+        assert not run(probe(Endpoint(mock.base_url))).names_worker
 
 
 def test_counts_agree_with_usage():

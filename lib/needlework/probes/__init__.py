@@ -8,11 +8,11 @@ from .budget import Budget, Limits
 from .cliff import find_cliff
 from .journal import Journal, Recorded
 from .load import drift, echo
-from .prompts import PromptSpec
 from .recall import depth_profile, recall
 from .reload import reload
 from .residues import scan_residues
 from .result import Result
+from .specs import PromptSpec
 from .text import coherence, pool
 from .turns import turns
 from .warmth import warm_cold

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from needlework.serving import Endpoint, TransportError, dialects
-from needlework.serving import run as run_coroutine
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .bench import Bench
+from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, outcomes, share
+from .specs import PromptSpec
 
 # share of the expected time to first token at which the request is dropped; decode waits for the first token
 STAGES = {"queued": 0.0, "prefill": 0.4, "transfer": 0.95, "decode": None}
@@ -25,6 +24,7 @@ ROLES = ("bystander", "after", "followup")
 SETTLE_S = 10.0
 
 
+@instrument()
 def abort(
     endpoint: Target,
     run: str | Path | None = None,
@@ -34,14 +34,7 @@ def abort(
     length: int = 4096,
     depth: float = 0.3,
     how: str = "disconnect",
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    controls: bool = True,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Abort own requests at each stage, `rounds` times, and check what others and later requests see.
 
@@ -58,39 +51,32 @@ def abort(
             raise ValueError(f"unknown stage {stage!r}; choose from {', '.join(STAGES)}")
     if how not in ("disconnect", "call"):
         raise ValueError("an abort is made by disconnect or by call")
-    base = PromptSpec(length, depth, genre, needle, seed)
-    checks = control_asks("abort", base, arm=arm) if controls else []
+    base = common.spec(length, depth)
     groups = [
-        {role: _ask(base, arm, stage, role, i, r, how) for role in ("victim", *ROLES)}
+        {role: _ask(base, common.arm, stage, role, i, r, how) for role in ("victim", *ROLES)}
         for r in range(rounds)
         for i, stage in enumerate(stages)
     ]
-    stopped, judged = "", None
     rows: list[Row] = []
-    with Bench(endpoint, run, probe="abort", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=seed)
-        try:
-            bench.plan([*checks, *(a for g in groups for a in g.values())])
-            judged = run_controls(bench, checks) if controls else None
+    with common.bench("abort", endpoint, run) as bench:
+        bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, base, (a for g in groups for a in g.values()))
             if how == "call" and bench.capabilities.abort_path is None:
                 raise ValueError("this endpoint has no abort route; use how='disconnect'")
-            pace = _pace(bench, base, arm, rows)
+            pace = _pace(bench, base, common.arm, rows)
             for group in groups:
                 for a in group.values():
                     bench.remember(a)
                 if bench.journal.get(group["victim"].trial_id, final=bench.replay) is None and not bench.replay:
-                    run_coroutine(_interrupt(bench, group, pace, how))
+                    bench.run(_interrupt(bench, group, pace, how))
                 rows += bench.ask(group.values())
-        except Stopped as reason:
-            stopped = str(reason)
         judged_rows = [r for r in rows if not r["label"].startswith("victim")]
         details = _facts([r for r in rows if r["label"].startswith("victim")])
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe(judged_rows, details)
-        return finish(bench, judged_rows, sentence=sentence, verdict=verdict, table=_table(judged_rows),
-                      stopped=stopped, details=details)  # fmt: skip
+        sentence, verdict = _describe(judged_rows, details)
+        return finish(
+            bench, judged_rows, sentence=sentence, verdict=verdict, table=_table(judged_rows), details=details
+        )
 
 
 def _ask(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how: str) -> Ask:

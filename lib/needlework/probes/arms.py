@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, resolve, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
+from .asks import Ask, Row, Target, resolve, with_seed
+from .controls import control_asks, run_controls
+from .instrument import Common, instrument
 from .journal import Journal
-from .prompts import PromptSpec
 from .result import Result, finish, hit, outcomes, share
+from .specs import PromptSpec
 
 CACHES = ("cold", "warm")
 
 
+@instrument(without=("arm",))
 def compare_arms(
     arms: Mapping[str, Target],
     run: str | Path | None = None,
@@ -25,15 +26,9 @@ def compare_arms(
     repeats: int = 2,
     aa_pairs: int = 8,
     cache: Sequence[str] = ("cold",),
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    controls: bool = True,
     tolerance: int = 0,
     stop_early: bool = False,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Send the same bytes to both arms and compare answer by answer.
 
@@ -51,7 +46,7 @@ def compare_arms(
         raise ValueError("cache is cold, warm, or both")
     names = list(arms)
     specs = [
-        with_seed(PromptSpec(int(n), float(d), genre, needle, seed), i, j, r)
+        with_seed(common.spec(n, d), i, j, r)
         for r in range(repeats)
         for i, n in enumerate(lengths)
         for j, d in enumerate(depths)
@@ -62,31 +57,28 @@ def compare_arms(
         return [Ask("arms", spec, arm=name, cache=state, send=send) for state, send in sends]
 
     aa = [
-        [Ask("aa", with_seed(PromptSpec(int(lengths[i % len(lengths)]), 0.5, genre, needle, seed), 7, i), arm=names[0],
-             send=send) for send in (0, 2)]
+        [Ask("aa", with_seed(common.spec(lengths[i % len(lengths)]), 7, i), arm=names[0], send=send) for send in (0, 2)]
         for i in range(aa_pairs)
-    ]  # fmt: skip
-    base = PromptSpec(int(lengths[0]), genre=genre, needle=needle, seed=seed)
-    checks = {n: control_asks("arms", base, arm=n) if controls else [] for n in names}
+    ]
+    checks = {n: control_asks("arms", common.spec(lengths[0]), arm=n) if common.controls else [] for n in names}
     recorded = resolve(arms[names[0]])[1]
     journal = recorded.journal if recorded is not None else Journal(run)
-    first = Bench(arms[names[0]], probe="arms", arm=names[0], journal=journal, limits=limits, confirm=confirm,
-                  progress=progress, tolerance=tolerance)  # fmt: skip
-    second = Bench(arms[names[1]], probe="arms", arm=names[1], journal=journal, builder=first, limits=limits,
-                   progress=progress)  # fmt: skip
+    first = common.bench("arms", arms[names[0]], None, arm=names[0], journal=journal, tolerance=tolerance)
+    second = common.bench("arms", arms[names[1]], None, arm=names[1], journal=journal, builder=first)
     benches = dict(zip(names, (first, second), strict=True))
-    stopped, failed, pairs = "", "", []
+    failed = ""
+    pairs: list[tuple[Row, ...]] = []
     try:
         first.note(
-            arms=names, lengths=list(lengths), depths=list(depths), repeats=repeats, seed=seed, cache=list(cache)
+            arms=names, lengths=list(lengths), depths=list(depths), repeats=repeats, seed=common.seed, cache=list(cache)
         )
         everything = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
-        try:
+        with first.until_stopped():
             first.plan([*checks[names[0]], *checks[names[1]], *everything])
             for name in names:
-                judged = run_controls(benches[name], checks[name]) if controls else None
+                judged = run_controls(benches[name], checks[name]) if checks[name] else None
                 if judged is not None and not judged.passed and not failed:
-                    failed = f"Arm {name}: " + harness_sentence(judged)
+                    failed = f"Arm {name}: {judged.sentence}"
             for pair in aa:
                 first.ask(pair)
             for i, spec in enumerate(specs):
@@ -95,8 +87,6 @@ def compare_arms(
                 pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
                 if stop_early and _paired(pairs)["e_value"] >= 20:
                     break
-        except Stopped as reason:
-            stopped = str(reason)
         if failed:
             second.warn(failed)
         details = {**_paired(pairs), "aa": _flips(journal, aa), "pairs": len(pairs), "budget": first.budget}
@@ -106,15 +96,7 @@ def compare_arms(
         first.used |= second.used
         first.warnings |= second.warnings
         rows = [r for p in pairs for r in p]
-        return finish(
-            first,
-            rows,
-            sentence=sentence,
-            verdict=verdict,
-            table=_table(names, pairs),
-            stopped=stopped,
-            details=details,
-        )
+        return finish(first, rows, sentence=sentence, verdict=verdict, table=_table(names, pairs), details=details)
     finally:
         second.close()
         first.close()

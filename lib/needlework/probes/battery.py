@@ -16,7 +16,7 @@ from needlework.serving import TransportError
 
 from .abort import abort
 from .arms import compare_arms
-from .bench import Target
+from .asks import Target
 from .budget import Limits
 from .load import echo
 from .recall import recall

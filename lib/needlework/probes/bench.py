@@ -8,68 +8,34 @@ tokenizer.
 from __future__ import annotations
 
 import asyncio
-import datetime
+import contextlib
 import platform
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import needlework
-from needlework.serving import Endpoint, Reply, TransportError, dialects
+from needlework.serving import TransportError, dialects
 from needlework.serving import run as run_coroutine
+from needlework.serving.capabilities import Capabilities
 
-from . import prompts
+from . import rows
+from .asks import Ask, Confirm, Prepare, Row, Stopped, Target, resolve
 from .budget import Budget, Limits, Speed
-from .grade import grade
-from .journal import Journal, Recorded
-from .prompts import Messages, Prompt, PromptSpec
+from .builder import Builder
+from .journal import Journal
+from .progress import Status, Watch, open_watch
+from .prompts import GENERATOR, Prompt
+from .specs import PromptSpec, facts_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-Target = Endpoint | Recorded | str
-Row = dict[str, Any]
-Confirm = Callable[[Budget], bool]
-# Earlier turns of a conversation: sends them, returns the final messages and columns to add to the trial's row.
-Prepare = Callable[["Ask", Prompt, Endpoint], Awaitable[tuple[Messages, dict[str, Any]]]]
+    from .controls import Controls
+
 MAX_CONSECUTIVE_FAILURES = 8
-
-
-@dataclass(frozen=True)
-class Ask:
-    """One trial to be made. All fields are part of its identity, so change one and it is another trial.
-
-    arm     which deployment or condition answers; cache: the state that is wanted ("cold", "warm", "unknown")
-    send    a number that tells repeated sends of one prompt apart (0 = first)
-    label   anything else that makes it another question
-    """
-
-    probe: str
-    prompt: PromptSpec
-    arm: str = ""
-    repeat: int = 0
-    cache: str = "cold"
-    send: int = 0
-    turn: int = 1
-    concurrency: int = 1
-    ordinal: int | None = None
-    label: str = ""
-    max_tokens: int = 48
-    temperature: float = 0.0
-
-    @cached_property
-    def trial_id(self) -> str:
-        """Hash of what is asked."""
-        names = (f.name for f in fields(self) if f.name != "ordinal")  # which says when, not what
-        identity = {name: getattr(self, name) for name in names} | {"prompt": self.prompt.as_dict()}
-        return prompts.digest({"generator": prompts.GENERATOR, **identity})
-
-
-class Stopped(RuntimeError):
-    """An instrument stopped early: the reason is one sentence; what was measured is in the journal."""
+LENGTH_WARNING = "prompt length differs from what was sent (see the error column); the axis shows the server's count"
 
 
 class Bench:
@@ -79,7 +45,7 @@ class Bench:
     run         folder of the journal; None keeps it in memory
     limits      stop when one of them is reached
     confirm     called with the budget before the first request; False stops before anything is sent
-    progress    a tqdm bar on stderr
+    progress    what is shown meanwhile, see `progress.open_watch`
     tolerance   tokens by which a prompt may miss its target length
     builder     another bench that builds the prompts, so that two arms get the same bytes
     """
@@ -95,7 +61,7 @@ class Bench:
         builder: Bench | None = None,
         limits: Limits | None = None,
         confirm: Confirm | None = None,
-        progress: bool = False,
+        progress: bool | Callable[[], Watch] | None = None,
         tolerance: int = 0,
         thinking: bool = False,
     ):
@@ -108,27 +74,31 @@ class Bench:
         else:
             self.journal = Journal(run)
         self.owns_journal = journal is None and recorded is None
-        self.probe, self.arm, self.builder = probe, arm, builder
-        self.limits, self.confirm, self.progress = limits or Limits(), confirm, progress
-        self.tolerance, self.thinking = tolerance, thinking
+        self.probe, self.arm, self.thinking, self.tolerance = probe, arm, thinking, tolerance
+        self.limits, self.confirm = limits or Limits(), confirm
         self.budget: Budget | None = None
         self.speed = Speed()
-        self.sent = self.sent_tokens = 0
+        self.sent = self.sent_tokens = self.planned = 0
         self.used: dict[str, None] = {}  # ids of this instrument's trials, in order
         self.warnings: dict[str, None] = {}
-        self._ratios: dict[str, prompts.Ratio] = {}
-        self._built: dict[str, Prompt] = {}
+        self.stopped = ""  # why the instrument ended early
+        self.judged: Controls | None = None
+        self._own_builder = Builder(self.endpoint, self.journal, tolerance) if self.endpoint else None
+        self._leader = builder or self  # builds the prompts, and shows the progress of both
+        self._followers: list[Bench] = []
+        if builder is not None:
+            builder._followers.append(self)
         self._values: dict[str, str] = {}
         self._failures = 0
         self._started = time.perf_counter()
-        self._bar: Any = None
+        self._progress = progress
+        self._watch: Watch | None = None
         self._ready = False
-        self._overhead: int | None = None
         self._retries: float | None = None
         if not self.replay:
             self.journal.note(
                 versions={"needlework": needlework.__version__, "python": platform.python_version()},
-                generator=prompts.GENERATOR,
+                generator=GENERATOR,
             )
 
     # ---- for instruments ----
@@ -143,9 +113,11 @@ class Bench:
 
         Raises Stopped when it is not confirmed, ValueError when it passes the limit on money.
         """
-        todo = [a for a in asks if self.journal.get(a.trial_id, final=self.replay) is None]
+        asks = list(asks)
+        todo = [a for a in asks if not self._known(a)]
         requests = len(todo) + more
         tokens = sum(a.prompt.target_tokens for a in todo) + more_tokens
+        self.planned = len(asks) + more
         if requests and not self.replay:
             run_coroutine(self._prepare())
         self.budget = Budget(requests, tokens, self.speed.minutes(requests, tokens), self.limits.cost_of(tokens))
@@ -164,7 +136,7 @@ class Bench:
         asks = list(asks)
         for a in asks:
             self.remember(a)
-        missing = [a for a in asks if self.journal.get(a.trial_id, final=self.replay) is None]
+        missing = [a for a in asks if not self._known(a)]
         if missing and self.replay:
             a = missing[0]
             raise ValueError(
@@ -172,19 +144,38 @@ class Bench:
                 f"{a.prompt.depth:g} (seed {a.prompt.seed}{', arm ' + a.arm if a.arm else ''}); "
                 "use the parameters it was recorded with, or a live endpoint"
             )
+        self.used |= dict.fromkeys(a.trial_id for a in asks)
         if missing:
-            run_coroutine(self._send_all(missing, concurrency, prepare))
-        for a in asks:
-            self.used.setdefault(a.trial_id)
+            self.run(self._send_all(missing, concurrency, prepare))
         return [self.journal.rows[a.trial_id] for a in asks]
 
     def remember(self, ask: Ask) -> None:
         """Values of this prompt are known from now on: met in another answer, they are foreign content."""
-        self._values.update(dict.fromkeys((f.value for f in prompts.facts_of(ask.prompt)[0] if f.value), ask.trial_id))
+        self._values.update(dict.fromkeys((f.value for f in facts_of(ask.prompt)[0] if f.value), ask.trial_id))
+
+    @contextlib.contextmanager
+    def until_stopped(self) -> Iterator[None]:
+        """The requests of an instrument: what ends them early is kept in `stopped`; what was measured is judged."""
+        try:
+            yield
+        except Stopped as reason:
+            self.stopped = str(reason)
 
     async def build(self, ask: Ask) -> Prompt:
         """The prompt of an ask, built now if it was not."""
-        return await (self.builder or self)._build(ask.prompt)
+        await self._leader._prepare()
+        assert self._leader._own_builder is not None
+        return await self._leader._own_builder.build(ask.prompt)
+
+    def run(self, coroutine: Any) -> Any:
+        """Run what sends requests; the watch draws meanwhile."""
+        leader = self._leader
+        if leader._watch is None:
+            leader._watch = open_watch(leader._progress)
+        try:
+            return run_coroutine(coroutine, tick=leader._show if leader._watch is not None else None)
+        finally:
+            leader._show()
 
     def trials(self) -> pd.DataFrame:
         """This instrument's trials so far."""
@@ -204,8 +195,9 @@ class Bench:
             )
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self.owns_journal:
             self.journal.close()
 
@@ -216,12 +208,12 @@ class Bench:
         self.close()
 
     @property
-    def capabilities(self) -> dialects.Capabilities:
+    def capabilities(self) -> Capabilities:
         """What the endpoint can do: asked once, or as recorded."""
         if self.replay:
             targets = self.journal.manifest.get("targets", {})
             found: dict[str, Any] = targets.get(self.arm or "single") or next(iter(targets.values()), {})
-            return dialects.Capabilities.from_dict(found)
+            return Capabilities.from_dict(found)
         run_coroutine(self._prepare())
         assert self.endpoint is not None
         return self.endpoint.capabilities
@@ -251,22 +243,18 @@ class Bench:
         self._retries = (await dialects.read_metrics(self.endpoint))["router_retries"]
         sizes = [n for n in (256, 1024) if window is None or n + 64 < window]
         for size in sizes:  # two points give the seconds a request and the seconds a token
-            a = Ask("calibration", PromptSpec(size, seed=987), arm=self.arm)
-            row = self.journal.get(a.trial_id) or await self._one(a)
+            row = await self.trial(Ask("calibration", PromptSpec(size, seed=987), arm=self.arm))
             if row["outcome"] != "transport":
                 self.speed.add(row["prompt_tokens"] or size, row["latency_s"])
 
     async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
-        self._start_bar(len(asks))
         queue = iter(asks)
 
         async def worker() -> None:
             for a in queue:  # shared: every worker takes the next one
                 self._stop_if_over()
                 await self._one(a, prepare)
-                if self._bar is not None:
-                    self._bar.update(1)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -276,16 +264,34 @@ class Bench:
             raise group_error.exceptions[0] from None
 
     async def _one(self, a: Ask, prepare: Prepare | None = None) -> Row:
-        prompt = await (self.builder or self)._build(a.prompt)
-        found = self.endpoint.capabilities if self.endpoint else None
-        assert self.endpoint is not None and found is not None
+        """Build and send an ask, grade the answer, write the row, and return it."""
+        prompt = await self.build(a)
+        assert self.endpoint is not None and self._own_builder is not None
+        found = self.endpoint.capabilities
         limit = found.max_model_len
         if limit and prompt.counted_tokens + a.max_tokens > limit:
             raise ValueError(
                 f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
                 f"of {limit} tokens; ask for shorter prompts"
             )
-        return await self._send(a, prompt, prepare)
+        row = self.row(a, prompt)
+        self.sent += 1
+        self.sent_tokens += prompt.counted_tokens
+        row |= await rows.exchange(
+            self.endpoint, a, prompt, self._values, thinking=self.thinking, tolerance=self.tolerance, prepare=prepare
+        )
+        self.journal.append(row)
+        if row["outcome"] == "transport":
+            self._failures += 1
+            if self._failures >= MAX_CONSECUTIVE_FAILURES:
+                raise Stopped(f"{self._failures} requests in a row failed; the last: {row['error']}")
+            return row
+        self._failures = 0
+        if row["prompt_tokens"] is not None and not prompt.exact:  # then it is the server's own count
+            self._own_builder.learn(prompt, row["prompt_tokens"])
+        if row["error"]:
+            self.warn(LENGTH_WARNING)
+        return row
 
     async def trial(self, a: Ask) -> Row:
         """One ask from within a coroutine: the journal's row, or send it now."""
@@ -294,31 +300,7 @@ class Bench:
 
     def row(self, a: Ask, prompt: Prompt) -> Row:
         """The part of a row that is known before anything is sent."""
-        return {
-            "trial_id": a.trial_id,
-            "run": self.journal.name,
-            "probe": "control" if prompt.spec.control else a.probe,
-            "arm": a.arm or "single",
-            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-            "target_tokens": prompt.spec.target_tokens,
-            "counted_tokens": prompt.counted_tokens if prompt.exact else None,
-            "depth": prompt.spec.depth,
-            "needle_token": prompt.needle_token,
-            "question": prompt.question,
-            "expected": prompt.expected,
-            "turn": a.turn,
-            "concurrency": a.concurrency,
-            "ordinal": a.ordinal if a.ordinal is not None else self.sent,
-            "seed": prompt.spec.seed,
-            "repeat": a.repeat,
-            "send": a.send,
-            "wanted_cache": a.cache,
-            "label": a.label,
-            "control": prompt.spec.control,
-            "genre": prompt.spec.genre,
-            "needle": prompt.spec.needle,
-            "prompt_sha": prompt.sha256,
-        }
+        return rows.before(a, prompt, run=self.journal.name, ordinal=self.sent)
 
     def write(self, row: Row) -> Row:
         """Keep a finished row."""
@@ -332,162 +314,16 @@ class Bench:
         self.sent += 1
         self.sent_tokens += prompt.counted_tokens
 
-    async def _send(self, a: Ask, prompt: Prompt, prepare: Prepare | None) -> Row:
-        """Send an ask, grade the answer, write the row, and return it."""
-        assert self.endpoint is not None
-        found = self.endpoint.capabilities
-        row = self.row(a, prompt)
-        self.sent += 1
-        self.sent_tokens += prompt.counted_tokens
-        # the same text again and yet cold: only a salt in the request does that
-        salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
-        extra = found.fields(salt=salt, thinking=self.thinking)
-        messages = prompt.messages
-        more: Row = {}
-        try:
-            if prepare is not None:
-                messages, more = await prepare(a, prompt, self.endpoint)
-            reply = await self.endpoint.chat(
-                messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs, fields=extra
-            )
-        except TransportError as error:
-            row |= {"outcome": "transport", "error": error.reason, "cache": "unknown", "prompt_tokens": None}
-            self.journal.append(row)
-            self._failures += 1
-            if self._failures >= MAX_CONSECUTIVE_FAILURES:
-                raise Stopped(f"{self._failures} requests in a row failed; the last: {error.reason}") from None
-            return row
-        self._failures = 0
-        if reply.prompt_tokens is not None:
-            self._learn(prompt, reply.prompt_tokens)
-        row |= self.columns(a, prompt, reply) | more
-        row["error"] = self._length_error(prompt, reply.prompt_tokens) if prepare is None else None
-        self.journal.append(row)
-        return row
-
-    def columns(self, a: Ask, prompt: Prompt, reply: Reply) -> Row:
-        """The part of a row that a reply decides."""
-        result = grade(reply, prompt.expected, prompt.facts)
-        if result.outcome not in ("exact", "empty", "cut", "reasoning_only"):  # only then can it be foreign content
-            own, own_id = {f.value for f in prompt.facts}, a.trial_id
-            elsewhere = {v: t for v, t in self._values.items() if t != own_id and v not in own}
-            result = grade(reply, prompt.expected, prompt.facts, elsewhere)
-        counted = prompt.counted_tokens if prompt.exact else None
-        return {
-            "prompt_tokens": reply.prompt_tokens if reply.prompt_tokens is not None else counted,
-            "answer": result.answer,
-            "outcome": result.outcome,
-            "score": result.score,
-            "logprob": result.logprob,
-            "distance": result.distance,
-            "answered_from": result.answered_from,
-            "finish_reason": reply.finish_reason,
-            "completion_tokens": reply.completion_tokens,
-            "reasoning_tokens": reply.reasoning_tokens,
-            "cached_tokens": reply.cached_tokens,
-            "cache": cache_state(reply.cached_tokens, reply.prompt_tokens),
-            "ttft_s": _rounded(reply.ttft_s),
-            "latency_s": _rounded(reply.latency_s),
-            "accept_length": reply.accept_length,
-            "worker": reply.worker,
-            "fingerprint": reply.fingerprint,
-        }
-
-    async def _build(self, spec: PromptSpec) -> Prompt:
-        key = prompts.digest(spec.as_dict())
-        if key not in self._built:
-            await self._prepare()
-            ratio = self._ratios.setdefault(spec.genre, prompts.Ratio())
-            counted = self.endpoint is not None and self.endpoint.capabilities.tokenize != "usage"
-            if len(self._built) > 64:
-                self._built.pop(next(iter(self._built)))
-            try:
-                self._built[key] = await prompts.build(
-                    spec, self._count if counted else None, ratio, tolerance=self.tolerance
-                )
-            except TransportError as error:
-                raise RuntimeError(f"the endpoint's tokenize route fails: {error.reason}") from None
-        return self._built[key]
-
-    async def _count(self, messages: Messages) -> int:
-        assert self.endpoint is not None
-        found = self.endpoint.capabilities
-        sha = prompts.digest([found.model, found.tokenize, messages], 32)
-        count = self.journal.count(sha)
-        if count is None:
-            count = await dialects.count_tokens(self.endpoint, messages)
-            if count is None:
-                raise TransportError("the tokenize route gave no count")
-            self.journal.add_count(sha, count)
-        if found.tokenize == "text":  # the template's share is not counted by the text form: learn it from usage, once
-            if self._overhead is None:
-                hello = [{"role": "user", "content": "Hello."}]
-                reply = await self.endpoint.chat(hello, max_tokens=1, fields=found.fields())
-                bare = await dialects.count_tokens(self.endpoint, hello)
-                self._overhead = max(0, (reply.prompt_tokens or bare or 0) - (bare or 0))
-            count += self._overhead
-        return count
-
-    def _learn(self, prompt: Prompt, realised: int) -> None:
-        if not prompt.exact:
-            self._ratios.setdefault(prompt.spec.genre, prompts.Ratio()).learn(prompt.text, realised)
-
-    def _length_error(self, prompt: Prompt, realised: int | None) -> str | None:
-        """A server that counts other than it tokenises has cut, or added to, the prompt: said loudly."""
-        if realised is None:
-            return None
-        off = realised - prompt.counted_tokens
-        allowed = max(2, self.tolerance) if prompt.exact else max(64, prompt.counted_tokens // 5)
-        if abs(off) <= allowed:
-            return None
-        sentence = f"the server reports {realised} prompt tokens where {prompt.counted_tokens} were sent" + (
-            ": the prompt may be cut before the model sees it" if off < 0 else ""
-        )
-        self.warn("prompt length differs from what was sent (see the error column); the axis shows the server's count")
-        return sentence
+    def _known(self, a: Ask) -> bool:
+        return self.journal.get(a.trial_id, final=self.replay) is not None
 
     def _stop_if_over(self) -> None:
         minutes = (time.perf_counter() - self._started) / 60
         if reason := self.limits.reached(self.sent, self.sent_tokens, minutes):
             raise Stopped(reason)
 
-    def _start_bar(self, count: int) -> None:
-        if not self.progress:
-            return
-        if self._bar is None:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=0, desc=f"{self.probe} {self.arm}".strip(), unit="trial", leave=False)
-        self._bar.total += count
-        self._bar.refresh()
-
-
-def resolve(endpoint: Target) -> tuple[Endpoint | None, Recorded | None]:
-    """(live endpoint, None) or (None, recorded run) from what the user named; raises ValueError for anything else."""
-    if isinstance(endpoint, Recorded):
-        return None, endpoint
-    if isinstance(endpoint, str):
-        if endpoint.startswith("recorded:"):
-            return None, Recorded(endpoint.removeprefix("recorded:"))
-        return Endpoint(endpoint), None
-    if isinstance(endpoint, Endpoint):
-        return endpoint, None
-    raise ValueError("give an Endpoint, a URL that starts with http, or a Recorded run")
-
-
-def cache_state(cached: int | None, prompt_tokens: int | None) -> str:
-    """ "cold" only when nothing was cached, "warm" only when at least half of the prompt was; else "unknown"."""
-    if cached is None or not prompt_tokens:
-        return "unknown"
-    if cached == 0:
-        return "cold"
-    return "warm" if 2 * cached >= prompt_tokens else "unknown"
-
-
-def with_seed(spec: PromptSpec, *parts: int) -> PromptSpec:
-    """The same specification with a seed mixed from its own and `parts`: fresh text, reproducible."""
-    return replace(spec, seed=int(prompts.digest([spec.seed, *parts], 7), 16))
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 4)
+    def _show(self) -> None:
+        if self._watch is not None:
+            asked = [i for bench in (self, *self._followers) for i in list(bench.used)]
+            found = [row for i in asked if (row := self.journal.rows.get(i)) is not None]
+            self._watch.update(Status(self.probe, self.arm, len(found), max(self.planned, len(found)), found))

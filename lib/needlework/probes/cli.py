@@ -12,7 +12,7 @@ from typing import Any
 from needlework import probes
 from needlework.serving import Endpoint, TransportError, dialects, run
 
-from .bench import Stopped, resolve
+from .asks import Stopped, resolve
 from .budget import Budget, Limits
 
 INSTRUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
@@ -66,7 +66,7 @@ def _measure(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.instrument} takes one URL")
         target = _endpoint(args.url[0], args)
     result = function(
-        target, args.run, **options, limits=limits, confirm=_confirm(args.yes), progress=sys.stderr.isatty()
+        target, args.run, **options, limits=limits, confirm=_confirm(args.yes), progress=sys.stderr.isatty() or None
     )
     print(result)
     if len(result.table):

@@ -11,14 +11,14 @@ import numpy as np
 
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec, digest
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
+from .specs import digest
 
 LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
+USUAL = 60  # requests of a search and its walk
 CONFIRM = 5  # fresh trials on each side of the edge
 
 
@@ -31,6 +31,7 @@ class CliffResult(Result):
     constants: tuple[Constant, ...] = ()
 
 
+@instrument()
 def find_cliff(
     endpoint: Target,
     run: str | Path | None = None,
@@ -39,21 +40,14 @@ def find_cliff(
     high: int = 32768,
     depth: float = 0.1,
     from_end: int | None = None,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
     tolerance: float = 0.05,
     batch: int = 4,
     walk: bool = True,
     config: Mapping[str, float] | None = None,
-    controls: bool = True,
     max_requests: int = 200,
     max_tokens: int = 48,
     thinking: bool = False,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> CliffResult:
     """Find the length at which a fact at `depth` stops being found, to `tolerance`, then to the token if it is a step.
 
@@ -66,14 +60,12 @@ def find_cliff(
     Deterministic for a seed and the outcomes, so a resumed or recorded run asks the same questions. Raises ValueError
     for a bad range, RuntimeError when the endpoint does not answer.
     """
-    base = PromptSpec(int(low), depth, genre, needle, seed, from_end=from_end)
+    seed = common.seed
     search = CliffSearch(int(low), int(high), tolerance=tolerance, limit=max_requests, seed=seed)
-    checks = control_asks("cliff", base, arm=arm) if controls else []
     asked: dict[int, int] = {}
     rows: list[Row] = []
-    stopped, judged, walked = "", None, None
-    with Bench(endpoint, run, probe="cliff", arm=arm, limits=limits, confirm=confirm, progress=progress,
-               thinking=thinking) as bench:  # fmt: skip
+    walked = None
+    with common.bench("cliff", endpoint, run, thinking=thinking) as bench:
         bench.note(
             low=low, high=high, depth=depth, seed=seed, tolerance=tolerance, batch=batch, config=dict(config or {})
         )
@@ -82,13 +74,13 @@ def find_cliff(
             asks = []
             for n in lengths:  # fresh text each time: the count of earlier asks at this length goes into the seed
                 asked[n] = asked.get(n, 0) + 1
-                spec = PromptSpec(n, depth, genre, needle, seed, from_end=from_end)
+                spec = common.spec(n, depth, from_end=from_end)
                 if label == "walk" and from_end is not None:
                     # one haystack, so that nothing but the needle's place moves; only the first line is new
                     spec = replace(spec, pad="start", salt=digest([seed, n, asked[n]], 12))
                 else:
                     spec = with_seed(spec, n, asked[n])
-                asks.append(Ask("cliff", spec, arm=arm, repeat=asked[n], label=label, max_tokens=max_tokens))
+                asks.append(Ask("cliff", spec, arm=common.arm, repeat=asked[n], label=label, max_tokens=max_tokens))
             got = bench.ask(asks, concurrency=batch)
             rows.extend(got)
             return got
@@ -96,12 +88,11 @@ def find_cliff(
         def feed(planner: CliffSearch | EdgeWalk, lengths: list[int], got: list[Row]) -> None:
             planner.update(lengths, [hit(r) for r in got])
 
-        try:
+        with bench.until_stopped():
             ladder = _ladder(int(low), int(high))
             # the plan assumes the usual number of adaptive requests; limits stop a run that needs more
-            bench.plan(checks, more=60, more_tokens=60 * round((low * high) ** 0.5))
-            judged = run_controls(bench, checks) if controls else None
-            if judged is None or judged.passed:
+            usual = min(USUAL, max_requests)
+            if common.begin(bench, common.spec(low), more=usual, more_tokens=usual * round((low * high) ** 0.5)):
                 feed(search, ladder, send(ladder, "ladder"))
                 while not search.done:
                     lengths = search.propose(batch)
@@ -115,8 +106,6 @@ def find_cliff(
                     exact = bench.capabilities.tokenize != "usage"
                     if walk and exact and found.state == "cliff" and _is_step(found):
                         walked = _walk(found, feed, send)
-        except Stopped as reason:
-            stopped = str(reason)
         found = search.result()
         edge = walked.edge if walked is not None and walked.state == "edge" else None
         place = _place(rows, edge) if edge is not None and from_end is not None else None
@@ -126,15 +115,12 @@ def find_cliff(
             width = len(rows[-1]["expected"] or "") + int(np.max((config or {}).get("ratio", 1)))
             near = constants_in((place, place + width), config)
             constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe(found, edge, place, constants, rows)
-        return CliffResult(
-            **vars(finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants),
-                          stopped=stopped, details={"walk": walked, "place": place, "budget": bench.budget})),
-            cliff=found, edge=edge, constants=constants,
-        )  # fmt: skip
+        sentence, verdict = _describe(found, edge, place, constants, rows)
+        details = {"walk": walked, "place": place, "budget": bench.budget}
+        done = finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants), details=details
+        )
+        return CliffResult(**vars(done), cliff=found, edge=edge, constants=constants)
 
 
 def _ladder(low: int, high: int) -> list[int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from . import prompts
-from .bench import Ask, Bench, Row
-from .prompts import PromptSpec
+from .asks import Ask, Row
+from .bench import Bench
 from .result import outcomes
+from .specs import PromptSpec, digest, facts_of
 
 SHORT_TOKENS = 256
 
@@ -27,6 +27,14 @@ class Controls:
     invents: int  # absent facts answered with some value: misses may then be inventions
     rows: tuple[Row, ...]
 
+    @property
+    def sentence(self) -> str:
+        """What an instrument says whose controls failed."""
+        return (
+            f"Harness, not recall: {self.why}. Even {SHORT_TOKENS} tokens are not answered, so either the harness does "
+            "not fit this model or the deployment fails at any length; nothing is said about recall against length."
+        )
+
 
 def control_asks(probe: str, base: PromptSpec, *, arm: str = "", concurrency: int = 1) -> list[Ask]:
     """Four controls in the run's own genre and kind of needle."""
@@ -36,7 +44,7 @@ def control_asks(probe: str, base: PromptSpec, *, arm: str = "", concurrency: in
         )
         for kind in ("short", "in_question", "at_end", "absent")
     ]
-    seeded = [replace(s, seed=int(prompts.digest(["control", i, base.seed], 7), 16)) for i, s in enumerate(specs)]
+    seeded = [replace(s, seed=int(digest(["control", i, base.seed], 7), 16)) for i, s in enumerate(specs)]
     return [Ask(probe, s, arm=arm, concurrency=concurrency, label="control") for s in seeded]
 
 
@@ -50,7 +58,7 @@ def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
     for ask, row in zip(asks, rows, strict=True):
         kind = ask.prompt.control
         if kind == "absent":
-            withheld = prompts.facts_of(replace(ask.prompt, control=""))[2] or ""
+            withheld = facts_of(replace(ask.prompt, control=""))[2] or ""
             if withheld and withheld in (row.get("answer") or ""):
                 failed.append("a value that was never given was answered")
             elif row["outcome"] not in ("refusal", "empty", "transport", "cut", "reasoning_only"):
@@ -66,13 +74,3 @@ def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
         bench.warn("asked for a fact that was not given, the model invents one: a wrong value may be an invention")
     why = f"the controls failed: {'; '.join(failed)}" if failed else ""
     return Controls(not failed, why, invents, tuple(rows))
-
-
-HARNESS = (
-    "Harness, not recall: {why}. Even {tokens} tokens are not answered, so either the harness does not fit this model "
-    "or the deployment fails at any length; nothing is said about recall against length."
-)
-
-
-def harness_sentence(controls: Controls) -> str:
-    return HARNESS.format(why=controls.why, tokens=SHORT_TOKENS)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
 
 
+@instrument()
 def echo(
     endpoint: Target,
     run: str | Path | None = None,
@@ -21,14 +20,7 @@ def echo(
     concurrency: int = 8,
     trials: int = 32,
     lengths: Sequence[int] = (512, 1024, 2048),
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    controls: bool = True,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Ask `trials` known answers with `concurrency` in flight, and the same prompts one at a time; compare by pair.
 
@@ -38,21 +30,14 @@ def echo(
     """
     if concurrency < 2 or trials < concurrency:
         raise ValueError("echo needs a concurrency of at least 2 and at least as many trials")
-    specs = [
-        with_seed(PromptSpec(int(lengths[i % len(lengths)]), (i % 5) / 4, genre, needle, seed), i)
-        for i in range(trials)
-    ]
-    base = PromptSpec(int(lengths[0]), 0.5, genre, needle, seed)
-    checks = control_asks("echo", base, arm=arm) if controls else []
-    crowd = [Ask("echo", s, arm=arm, concurrency=concurrency, label="crowd") for s in specs]
-    alone = [Ask("echo", s, arm=arm, concurrency=1, send=1, label="alone") for s in specs]
-    stopped, judged = "", None
+    specs = [with_seed(common.spec(lengths[i % len(lengths)], (i % 5) / 4), i) for i in range(trials)]
+    crowd = [Ask("echo", s, arm=common.arm, concurrency=concurrency, label="crowd") for s in specs]
+    alone = [Ask("echo", s, arm=common.arm, concurrency=1, send=1, label="alone") for s in specs]
     pairs: list[tuple[Row, Row]] = []
-    with Bench(endpoint, run, probe="echo", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(concurrency=concurrency, trials=trials, lengths=list(lengths), seed=seed)
-        try:
-            bench.plan([*checks, *crowd, *alone])
-            judged = run_controls(bench, checks) if controls else None
+    with common.bench("echo", endpoint, run) as bench:
+        bench.note(concurrency=concurrency, trials=trials, lengths=list(lengths), seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, common.spec(lengths[0]), [*crowd, *alone])
             for a in crowd:
                 bench.remember(a)
             for block, start in enumerate(range(0, trials, concurrency)):
@@ -62,16 +47,10 @@ def echo(
                 else:
                     single, many = bench.ask(alone[part]), bench.ask(crowd[part], concurrency=concurrency)
                 pairs += list(zip(single, many, strict=True))
-        except Stopped as reason:
-            stopped = str(reason)
         details = _crowding(pairs) | {"concurrency": concurrency}
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe_echo(pairs, details)
+        sentence, verdict = _describe_echo(pairs, details)
         rows = [r for p in pairs for r in p]
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_echo_table(pairs), stopped=stopped,
-                      details=details)  # fmt: skip
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_echo_table(pairs), details=details)
 
 
 def _crowding(pairs: list[tuple[Row, Row]]) -> dict[str, Any]:
@@ -118,6 +97,7 @@ def _echo_table(pairs: list[tuple[Row, Row]]) -> Any:
     return pd.DataFrame(out, columns=["arm", "hits", "measured", "low", "high", "foreign"])
 
 
+@instrument()
 def drift(
     endpoint: Target,
     run: str | Path | None = None,
@@ -126,14 +106,7 @@ def drift(
     between: int = 0,
     length: int = 1024,
     depth: float = 0.3,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    controls: bool = True,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Ask the same kind of question again and again, with `between` other requests between canaries; CUSUM on the hits.
 
@@ -144,40 +117,31 @@ def drift(
 
     if canaries < 8 or between < 0:
         raise ValueError("drift needs at least 8 canaries")
-    specs = [with_seed(PromptSpec(length, depth, genre, needle, seed), i) for i in range(canaries)]
+    specs = [with_seed(common.spec(length, depth), i) for i in range(canaries)]
     fills = [
-        [
-            Ask("drift_load", with_seed(PromptSpec(length, 0.5, genre, needle, seed), 5000 + i, k), arm=arm)
-            for k in range(between)
-        ]
+        [Ask("drift_load", with_seed(common.spec(length), 5000 + i, k), arm=common.arm) for k in range(between)]
         for i in range(canaries)
     ]
-    asks = [Ask("drift", s, arm=arm, ordinal=i * (between + 1)) for i, s in enumerate(specs)]
-    checks = control_asks("drift", specs[0], arm=arm) if controls else []
-    stopped, judged = "", None
+    asks = [Ask("drift", s, arm=common.arm, ordinal=i * (between + 1)) for i, s in enumerate(specs)]
     rows: list[Row] = []
-    with Bench(endpoint, run, probe="drift", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(canaries=canaries, between=between, length=length, seed=seed)
-        try:
-            bench.plan([*checks, *asks, *(a for f in fills for a in f)])
-            judged = run_controls(bench, checks) if controls else None
+    with common.bench("drift", endpoint, run) as bench:
+        bench.note(canaries=canaries, between=between, length=length, seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, specs[0], [*asks, *(a for f in fills for a in f)])
             for a, fill in zip(asks, fills, strict=True):
                 rows += bench.ask([a])
                 if fill:
                     bench.ask(fill, concurrency=4)
-        except Stopped as reason:
-            stopped = str(reason)
         found = judge([hit(r) for r in rows])
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        elif not outcomes(rows)[1]:
+        if not outcomes(rows)[1]:
             sentence, verdict = "Nothing was measured.", "not proven"
         else:
             text = str(found)
             sentence = f"{text[0].upper()}{text[1:]}; one canary in {between + 1} requests."
             verdict = "finding" if found.alarm is not None else "healthy"
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_drift_table(rows), stopped=stopped,
-                      details={"drift": found})  # fmt: skip
+        return finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_drift_table(rows), details={"drift": found}
+        )
 
 
 def _drift_table(rows: list[Row], blocks: int = 6) -> Any:

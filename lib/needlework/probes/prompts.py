@@ -1,93 +1,18 @@
-"""Seeded prompts with needles, exact to the token as the server counts.
-
-A prompt is a salt line, an instruction, lines of records with the facts between them, one line of padding and the
-question. Lines are never cut; the number of lines is the largest that fits and the padding makes up the rest, so a
-prompt depends on its specification and the server's tokenizer alone, not on the path by which its length was found.
+"""The text of a prompt, seeded: a salt line, an instruction, lines of records with the facts between them, one line of
+padding and the question. Lines are never cut; `fitting` chooses how many there are.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
-from typing import Any
 
-from . import values, words
+from . import words
+from .specs import Fact, PromptSpec, digest, facts_of
 
 GENERATOR = 1  # part of every trial's identity: raise it when the text of any prompt changes
-PAD_PLACES = ("start", "before_needle", "after_needle", "before_question")
-CONTROLS = ("", "absent", "at_end", "in_question", "short")
-STYLES = ("literal", "relation", "chain")
 Messages = list[dict[str, str]]
-CountTokens = Callable[[Messages], Awaitable[int]]
-
-
-class LengthError(RuntimeError):
-    """A prompt of the wished length could not be built; says how far off it came."""
-
-
-@dataclass(frozen=True)
-class PromptSpec:
-    """All that decides a prompt's text, apart from the server's tokenizer.
-
-    target_tokens   wished length of the whole request as the server counts it
-    depth           place of the asked needle, 0 (first) to 1 (last before the question), unless from_start or from_end
-    from_start      about so many tokens before the needle (4 characters a token), exactly equal for all lengths
-    from_end        the same between needle and question
-    needle          kind of value, see values.KINDS
-    needles         facts in the prompt; the asked one is number `ask`, the others lie evenly spread
-    distractors     facts with a similar key, or a value one digit away, that are never asked
-    control         "" or one of CONTROLS: what the answer should be is known whatever the deployment does
-    style           "literal", or the question asks by a "relation" or through a "chain" given in the prompt
-    pad             where the padding line stands, one of PAD_PLACES
-    seed            changes haystack, keys and values together
-    salt            first line; "" derives it from all the rest, so that no two prompts share their first block
-    """
-
-    target_tokens: int
-    depth: float = 0.5
-    genre: str = "mixed"
-    needle: str = "digits5"
-    seed: int = 0
-    needles: int = 1
-    ask: int = 0
-    distractors: int = 0
-    control: str = ""
-    style: str = "literal"
-    pad: str = "before_question"
-    from_start: int | None = None
-    from_end: int | None = None
-    salt: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.depth <= 1:
-            raise ValueError(f"depth {self.depth} is not between 0 and 1")
-        if self.genre != "mixed" and self.genre not in words.GENRES:
-            raise ValueError(f"unknown haystack {self.genre!r}; choose mixed or one of {', '.join(words.GENRES)}")
-        for value, allowed in ((self.pad, PAD_PLACES), (self.control, CONTROLS), (self.style, STYLES)):
-            if value not in allowed:
-                raise ValueError(f"unknown option {value!r}; choose one of {', '.join(filter(None, allowed))}")
-        if self.needle not in values.KINDS:
-            raise ValueError(f"unknown kind of needle {self.needle!r}; choose one of {', '.join(values.KINDS)}")
-        if not 0 <= self.ask < self.needles:
-            raise ValueError(f"there is no needle {self.ask} among {self.needles}")
-
-    def as_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One statement in a prompt: `key` has `value`; role "needle", "distractor"; `depth` is its share of the lines."""
-
-    key: str
-    value: str
-    role: str
-    depth: float
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -109,80 +34,11 @@ class Prompt:
         return self.messages[-1]["content"]
 
 
-def digest(value: Any, length: int = 16) -> str:
-    """Short content hash of anything JSON can hold."""
-    raw = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return hashlib.sha256(raw).hexdigest()[:length]
-
-
 def unique_share(text: str, n: int = 8) -> float:
     """Share of distinct n-grams of words: 1 is text without repetition, near 0 one block repeated."""
     parts = text.split()
     grams = [tuple(parts[i : i + n]) for i in range(len(parts) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 1.0
-
-
-def question_for(key: str, spec: PromptSpec | None = None, relation: str = "") -> str:
-    """The question about a key, with the wish for the value alone and a way out."""
-    subject = relation or key
-    return (
-        f"What is the secret code for {subject}? Answer with the value only, "
-        "or say that you have no prior context if it was not given."
-    )
-
-
-def statement(key: str, value: str) -> str:
-    """The sentence that states a fact."""
-    return f"The secret code for {key} is {value}."
-
-
-def facts_of(spec: PromptSpec) -> tuple[tuple[Fact, ...], str, str | None]:
-    """(facts, question, expected answer) of a specification; no tokenizer needed."""
-    r = Random(f"facts/{spec.seed}/{spec.needle}/{spec.needles}/{spec.distractors}")
-    taken: set[str] = set()
-    facts: list[Fact] = []
-    used: set[str] = set()
-    place = 1.0 if spec.control == "at_end" else spec.depth
-    for i in range(spec.needles):
-        key, value = words.key_phrase(r, taken), values.draw(spec.needle, r)
-        while value in used:
-            value = values.draw(spec.needle, r)
-        used.add(value)
-        depth = place if i == spec.ask else (i + 0.5) / spec.needles
-        facts.append(Fact(key, value, "needle", depth, statement(key, value)))
-    asked = facts[spec.ask]
-    for i in range(spec.distractors):
-        if i % 2 == 0:  # similar key: same noun and place, another adjective
-            _, _, *rest = asked.key.split(" ")
-            free = [a for a in words.ADJECTIVES if a not in taken]
-            if not free:
-                raise ValueError("too many distractors; ask for fewer")
-            adjective = r.choice(free)
-            taken.add(adjective)
-            key, value = " ".join(["the", adjective, *rest]), values.draw(spec.needle, r)
-        else:  # near value under a key of its own
-            key, value = words.key_phrase(r, taken), values.neighbour(asked.value, r)
-        while value in used:
-            value = values.draw(spec.needle, r)
-        used.add(value)
-        facts.append(Fact(key, value, "distractor", r.random(), statement(key, value)))
-    question, expected = question_for(asked.key), asked.value
-    if spec.style == "relation":
-        owner = r.choice(words.PEOPLE)
-        facts[spec.ask] = replace(asked, sentence=f"{asked.sentence} Only {owner} looks after {asked.key}.")
-        question = question_for(asked.key, relation=f"the thing that only {owner} looks after")
-    elif spec.style == "chain":
-        other = words.key_phrase(r, taken)
-        link = f"Whoever asks for {other} is sent on to {asked.key}."
-        facts.append(Fact(other, "", "link", r.random(), link))
-        question = question_for(asked.key, relation=f"the place where whoever asks for {other} is sent on to")
-    if spec.control == "absent":
-        facts = [f for i, f in enumerate(facts) if i != spec.ask]
-        return tuple(facts), question, None
-    if spec.control == "in_question":
-        facts = [f for i, f in enumerate(facts) if i != spec.ask]
-        question = f"{asked.sentence} {question}"
-    return tuple(facts), question, expected
 
 
 @lru_cache(maxsize=8)
@@ -255,101 +111,3 @@ def _lines_for(spec: PromptSpec, stream: str, tokens: int) -> int:
         characters += len(lines(spec.genre, f"{stream}/{spec.seed}/{spec.genre}", count + 1)[count])
         count += 1
     return count
-
-
-@dataclass
-class Ratio:
-    """Tokens of a text of one genre on one server, learnt from counts: a template's share and characters a token."""
-
-    characters: float = 4.0
-    template: float = 8.0
-    points: tuple[tuple[int, int], ...] = ()  # (characters, tokens)
-
-    def learn(self, text: str, tokens: int) -> None:
-        self.points = (*self.points[-7:], (len(text), tokens))
-        (c0, t0), (c1, t1) = min(self.points), max(self.points)
-        if c1 >= 2 * c0 and t1 > t0:
-            self.characters = (c1 - c0) / (t1 - t0)
-            self.template = max(0.0, t0 - c0 / self.characters)
-        elif tokens > self.template + 10:
-            self.characters = len(text) / (tokens - self.template)
-
-    def tokens(self, characters: int) -> int:
-        return round(self.template + characters / self.characters)
-
-    def length(self, tokens: int) -> float:
-        return (tokens - self.template) * self.characters
-
-
-async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0) -> Prompt:
-    """Build the prompt of `spec`, `tolerance` tokens from its target at most, by asking `count`.
-
-    Without `count` the length is an estimate by `ratio` and the prompt says `exact=False`; the server's own usage then
-    tells the realised length. Raises LengthError when the length cannot be met, ValueError when it is too short for
-    the question.
-    """
-    mean = sum(map(len, lines(spec.genre, f"a/{spec.seed}/{spec.genre}", 32))) / 32
-    empty = len(assemble(spec, 0, 0)[0])
-    guess = max(0, round((ratio.length(spec.target_tokens) - empty) / mean))
-    if count is None:
-        text, prefix = assemble(spec, guess, 0)
-        tokens = ratio.tokens(len(text))
-        return _finish(spec, text, prefix, tokens, False, round(len(prefix) / ratio.characters) if prefix else None)
-
-    seen: dict[tuple[int, int], int] = {}
-
-    async def measure(n: int, pad: int) -> int:
-        if (n, pad) not in seen:
-            text = assemble(spec, n, pad)[0]
-            seen[n, pad] = await count([{"role": "user", "content": text}])
-            ratio.learn(text, seen[n, pad])
-        return seen[n, pad]
-
-    n = await _most_lines(spec.target_tokens, guess, mean, ratio, measure)
-    pad = spec.target_tokens - await measure(n, 0)
-    for _ in range(6):
-        short = spec.target_tokens - await measure(n, pad)
-        if abs(short) <= tolerance:
-            text, prefix = assemble(spec, n, pad)
-            needle = await count([{"role": "user", "content": prefix}]) if prefix else None
-            bare = await measure_empty(count) if needle is not None else 0
-            return _finish(spec, text, prefix, seen[n, pad], True, None if needle is None else max(0, needle - bare))
-        pad = max(0, pad + short)
-    raise LengthError(
-        f"a prompt of exactly {spec.target_tokens} tokens could not be built: padding words do not count one token "
-        f"each (reached {seen.get((n, pad), 'another length')}); allow a tolerance"
-    )
-
-
-async def measure_empty(count: CountTokens) -> int:
-    """Tokens of the chat template around an empty message."""
-    return await count([{"role": "user", "content": ""}])
-
-
-async def _most_lines(
-    target: int, guess: int, mean: float, ratio: Ratio, measure: Callable[[int, int], Awaitable[int]]
-) -> int:
-    """The largest number of lines that does not pass the target: independent of the first guess."""
-    low, high = -1, None  # measured: low fits, high does not
-    n = guess
-    for _ in range(40):
-        tokens = await measure(n, 0)
-        if tokens <= target:
-            low = max(low, n)
-        else:
-            high = n if high is None else min(high, n)
-        if high is not None and high - low == 1:
-            break
-        step = (target - tokens) / max(1.0, mean / ratio.characters)
-        n = n + (max(1, int(step)) if tokens <= target else min(-1, int(step) - 1))
-        n = max(low + 1, n) if high is None else min(max(low + 1, n), high - 1)
-    if low < 0:
-        raise ValueError(f"{target} tokens are too few for the question alone; ask for a longer prompt")
-    return low
-
-
-def _finish(spec: PromptSpec, text: str, prefix: str, tokens: int, exact: bool, needle: int | None) -> Prompt:
-    facts, question, expected = facts_of(spec)
-    messages = [{"role": "user", "content": text}]
-    place = needle if spec.control not in ("absent", "in_question") else None
-    return Prompt(messages, spec, question, expected, facts, tokens, exact, place, digest(messages, 32))

@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
 from .result import Result, finish, outcomes, share
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.9)
 
 
+@instrument()
 def recall(
     endpoint: Target,
     run: str | Path | None = None,
@@ -24,21 +23,14 @@ def recall(
     lengths: Sequence[int] = LENGTHS,
     depths: Sequence[float] = DEPTHS,
     repeats: int = 1,
-    genre: str = "mixed",
-    needle: str = "digits5",
     distractors: int = 0,
     style: str = "literal",
-    seed: int = 0,
-    arm: str = "",
     concurrency: int = 1,
-    controls: bool = True,
     tolerance: int = 0,
     max_tokens: int = 48,
     thinking: bool = False,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
     probe: str = "recall",
+    common: Common,
 ) -> Result:
     """Ask for one fact at every length, depth and repeat, each in fresh text; returns hits with Wilson intervals.
 
@@ -49,12 +41,12 @@ def recall(
     """
     if not lengths or not depths or repeats < 1:
         raise ValueError("recall needs at least one length, one depth and one repeat")
-    base = PromptSpec(int(lengths[0]), genre=genre, needle=needle, seed=seed, distractors=distractors, style=style)
+    more: dict[str, Any] = {"distractors": distractors, "style": style}
     asks = [
         Ask(
             probe,
-            with_seed(PromptSpec(int(n), float(d), genre, needle, seed, distractors=distractors, style=style), i, j, r),
-            arm=arm,
+            with_seed(common.spec(n, d, **more), i, j, r),
+            arm=common.arm,
             repeat=r,
             concurrency=concurrency,
             max_tokens=max_tokens,
@@ -63,29 +55,16 @@ def recall(
         for j, d in enumerate(depths)
         for r in range(repeats)
     ]
-    checks = control_asks(probe, base, arm=arm) if controls else []
-    stopped, rows, judged = "", [], None
-    with Bench(
-        endpoint, run, probe=probe, arm=arm, limits=limits, confirm=confirm, progress=progress, tolerance=tolerance,
-        thinking=thinking,
-    ) as bench:  # fmt: skip
-        bench.note(lengths=list(lengths), depths=list(depths), repeats=repeats, genre=genre, needle=needle, seed=seed,
-                   concurrency=concurrency)  # fmt: skip
-        try:
-            bench.plan([*checks, *asks])
-            judged = run_controls(bench, checks) if controls else None
-            bench.ask(_shuffled(asks, seed), concurrency=concurrency)
-        except Stopped as reason:
-            stopped = str(reason)
+    with common.bench(probe, endpoint, run, tolerance=tolerance, thinking=thinking) as bench:
+        bench.note(lengths=list(lengths), depths=list(depths), repeats=repeats, genre=common.genre,
+                   needle=common.needle, seed=common.seed, concurrency=concurrency)  # fmt: skip
+        with bench.until_stopped():
+            common.begin(bench, common.spec(lengths[0], **more), asks)
+            bench.ask(_shuffled(asks, common.seed), concurrency=concurrency)
         rows = [bench.journal.rows[a.trial_id] for a in asks if a.trial_id in bench.journal.rows]
-        bench.used = dict.fromkeys([*bench.used, *(r["trial_id"] for r in rows)])
-        table, cells = by_length(rows), by_length(rows, "depth")
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = describe(rows)
-        details = {"cells": cells, "budget": bench.budget}
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=table, stopped=stopped, details=details)
+        sentence, verdict = describe(rows)
+        details = {"cells": by_length(rows, "depth"), "budget": bench.budget}
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=by_length(rows), details=details)
 
 
 def depth_profile(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, outcomes, share
 
 FILL_LENGTH = 4000  # tokens of a prompt that only pushes others out
 
 
+@instrument(without=("controls",))
 def reload(
     endpoint: Target,
     run: str | Path | None = None,
@@ -22,13 +22,7 @@ def reload(
     prompts: int = 8,
     length: int = 1024,
     depth: float = 0.3,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Ask `prompts` facts cold and again (a device hit), then push them out with fresh prompts, then ask once more.
 
@@ -39,34 +33,32 @@ def reload(
     """
     if fill_tokens < 1 or prompts < 1:
         raise ValueError("reload needs at least one prompt and a number of tokens that fill the device's pool")
-    specs = [with_seed(PromptSpec(length, depth, genre, needle, seed), 61, i) for i in range(prompts)]
+    specs = [with_seed(common.spec(length, depth), 61, i) for i in range(prompts)]
     size = min(FILL_LENGTH, fill_tokens)
     fills = [
-        Ask("reload", with_seed(PromptSpec(size, depth, genre, needle, seed), 62, i), arm=arm, label="fill")
+        Ask("reload", with_seed(common.spec(size, depth), 62, i), arm=common.arm, label="fill")
         for i in range(-(-fill_tokens // size))
     ]
     states = (("cold", "first", 0), ("warm", "device", 1), ("warm", "reload", 2))
     first, device, back = (
-        [Ask("reload", spec, arm=arm, cache=cache, label=label, send=send) for spec in specs]
+        [Ask("reload", spec, arm=common.arm, cache=cache, label=label, send=send) for spec in specs]
         for cache, label, send in states
     )
     rows: list[Row] = []
-    stopped = ""
-    with Bench(endpoint, run, probe="reload", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(fill_tokens=fill_tokens, prompts=prompts, length=length, seed=seed)
-        try:
+    with common.bench("reload", endpoint, run) as bench:
+        bench.note(fill_tokens=fill_tokens, prompts=prompts, length=length, seed=common.seed)
+        with bench.until_stopped():
             bench.plan([*first, *device, *fills, *back])
             for cold, again in zip(first, device, strict=True):
                 rows += bench.ask([cold, again])
             for part in (fills, back):
                 rows += bench.ask(part)
-        except Stopped as reason:
-            stopped = str(reason)
         held = [r for r in rows if r["label"] == "device" and r["cached_tokens"]]
         came = [r for r in rows if r["label"] == "reload" and r["cached_tokens"]]
         sentence, verdict = _describe(held, came)
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(rows), stopped=stopped,
-                      details={"reloaded": len(came)})  # fmt: skip
+        return finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_table(rows), details={"reloaded": len(came)}
+        )
 
 
 def _table(rows: list[Row]) -> Any:

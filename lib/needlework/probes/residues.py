@@ -9,11 +9,11 @@ from typing import Any
 
 from needlework.analysis.comb import Comb, ResidueScan
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .bench import Bench
+from .instrument import Common, instrument
 from .result import Result, finish, hit, share
+from .specs import PromptSpec
 
 ANCHORS = ("start", "end")
 CACHES = ("cold", "warm")
@@ -26,6 +26,7 @@ class ResidueResult(Result):
     combs: dict[tuple[str, str], Comb] | None = None
 
 
+@instrument()
 def scan_residues(
     endpoint: Target,
     run: str | Path | None = None,
@@ -35,16 +36,9 @@ def scan_residues(
     anchors: Sequence[str] = ("start",),
     cache: Sequence[str] = CACHES,
     distance: int = 200,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
     batch: int = 4,
-    controls: bool = True,
     max_tokens: int = 48,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> ResidueResult:
     """Ask a whole period of consecutive lengths from `start` on, then each suspect class again at fresh lengths.
 
@@ -59,30 +53,24 @@ def scan_residues(
         raise ValueError("anchors are start, end, or both")
     if not set(cache) <= set(CACHES) or "cold" not in cache:
         raise ValueError("cache is cold, or cold and warm")
-    base = PromptSpec(int(start), 0.5, genre, needle, seed)
-    checks = control_asks("residues", base, arm=arm) if controls else []
+    base = common.spec(start)
     rows: list[Row] = []
     combs: dict[tuple[str, str], Comb] = {}
-    stopped, judged = "", None
-    with Bench(endpoint, run, probe="residues", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(start=start, period=period, anchors=list(anchors), cache=list(cache), distance=distance, seed=seed)
-        try:
+    with common.bench("residues", endpoint, run) as bench:
+        bench.note(
+            start=start, period=period, anchors=list(anchors), cache=list(cache), distance=distance, seed=common.seed
+        )
+        with bench.until_stopped():
             if bench.capabilities.tokenize == "usage":
                 raise ValueError("a residue scan needs exact lengths, and this endpoint has no tokenise route")
             count = len(anchors) * len(cache) * round(1.2 * period)
-            bench.plan(checks, more=count, more_tokens=count * (start + period))
-            judged = run_controls(bench, checks) if controls else None
-            if judged is None or judged.passed:
+            if common.begin(bench, base, more=count, more_tokens=count * (start + period)):
                 for anchor in anchors:
                     combs |= _scan(bench, base, anchor, cache, period, distance, batch, max_tokens, rows)
-        except Stopped as reason:
-            stopped = str(reason)
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe(combs, rows)
-        done = finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(combs), stopped=stopped,
-                      details={"budget": bench.budget})  # fmt: skip
+        sentence, verdict = _describe(combs, rows)
+        done = finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_table(combs), details={"budget": bench.budget}
+        )
         return ResidueResult(**vars(done), combs=combs)
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .bench import Bench, Row
+from .asks import Row
+from .bench import Bench
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,8 +95,10 @@ def unmeasured(rows: list[Row]) -> str:
 
 
 def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
-    """The result of a bench: adds its trials and warnings."""
+    """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
     bench.check_retries()
+    if bench.judged is not None and not bench.judged.passed:
+        fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
     if lost := unmeasured(rows):
         bench.warn(lost)
     trials = bench.trials()
@@ -105,5 +108,6 @@ def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
         trials=trials[~control].reset_index(drop=True),
         controls=trials[control].reset_index(drop=True),
         warnings=tuple(bench.warnings),
+        stopped=bench.stopped,
         **fields,
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 from needlework.serving import Endpoint
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .prompts import Messages, Prompt, PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
+from .prompts import Messages, Prompt
 from .result import Result, finish, outcomes, share
 
 REPETITIVE_RATIO = 4.0  # text that compresses better than this is a loop
@@ -32,6 +32,7 @@ def repetition(text: str, n: int = 4) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
+@instrument(without=("controls",))
 def coherence(
     endpoint: Target,
     run: str | Path | None = None,
@@ -40,41 +41,28 @@ def coherence(
     repeats: int = 3,
     depth: float = 0.2,
     max_tokens: int = 120,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """On the same notes, ask for free text and for the fact: how repetitive is the text, and is the fact still known?
 
     `.table` has one row a length: gzip ratio and repetition of the text (medians), share of loops, and recall with its
     interval. A deployment can be perfectly coherent and remember nothing: only the last columns tell.
     """
-    specs = [
-        with_seed(PromptSpec(int(n), depth, genre, needle, seed), i, r)
-        for i, n in enumerate(lengths)
-        for r in range(repeats)
-    ]
-    texts = [Ask("coherence", s, arm=arm, label="text", max_tokens=max_tokens) for s in specs]
-    facts = [Ask("coherence", s, arm=arm, label="fact") for s in specs]
-    stopped = ""
+    specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
+    texts = [Ask("coherence", s, arm=common.arm, label="text", max_tokens=max_tokens) for s in specs]
+    facts = [Ask("coherence", s, arm=common.arm, label="fact") for s in specs]
     written: list[Row] = []
     rows: list[Row] = []
-    with Bench(endpoint, run, probe="coherence", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(lengths=list(lengths), repeats=repeats, max_tokens=max_tokens, seed=seed)
-        try:
+    with common.bench("coherence", endpoint, run) as bench:
+        bench.note(lengths=list(lengths), repeats=repeats, max_tokens=max_tokens, seed=common.seed)
+        with bench.until_stopped():
             bench.plan([*texts, *facts])
             for text, fact in zip(texts, facts, strict=True):
                 rows += bench.ask([fact])  # first: asked second, its prompt would share a cached prefix
                 written += bench.ask([text], prepare=_free_text)
-        except Stopped as reason:
-            stopped = str(reason)
         table = _coherence_table(written, rows)
         sentence, verdict = _describe(table, written, rows)
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=table, stopped=stopped)
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=table)
 
 
 async def _free_text(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:
@@ -125,18 +113,14 @@ def _describe(table: Any, written: list[Row], rows: list[Row]) -> tuple[str, str
     return text, "finding" if lost or loops * 2 > texts else "healthy"
 
 
+@instrument(without=("controls", "needle"))
 def pool(
     endpoint: Target,
     run: str | Path | None = None,
     *,
     sends: int = 10,
     length: int = 512,
-    genre: str = "mixed",
-    seed: int = 0,
-    arm: str = "",
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Send one prompt `sends` times and group the answers by what the server says about itself.
 
@@ -146,23 +130,21 @@ def pool(
     """
     if sends < 2:
         raise ValueError("a pool check needs at least 2 sends")
-    spec = with_seed(PromptSpec(length, 0.5, genre, seed=seed), 41)
-    asks = [Ask("pool", spec, arm=arm, cache="unknown", send=i) for i in range(sends)]
-    stopped = ""
+    spec = with_seed(common.spec(length), 41)
+    asks = [Ask("pool", spec, arm=common.arm, cache="unknown", send=i) for i in range(sends)]
     rows: list[Row] = []
-    with Bench(endpoint, run, probe="pool", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(sends=sends, length=length, seed=seed)
-        try:
+    with common.bench("pool", endpoint, run) as bench:
+        bench.note(sends=sends, length=length, seed=common.seed)
+        with bench.until_stopped():
             bench.plan(asks)
             rows = bench.ask(asks, concurrency=min(4, sends))
-        except Stopped as reason:
-            stopped = str(reason)
         answered = [r for r in rows if r["outcome"] != "transport"]
         marks = Counter((r.get("fingerprint"), r.get("worker"), r.get("prompt_tokens")) for r in answered)
         texts = Counter(r.get("answer") for r in answered)
         sentence, verdict = _describe_pool(marks, texts, len(answered))
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_pool_table(marks), stopped=stopped,
-                      details={"texts": len(texts)})  # fmt: skip
+        return finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_pool_table(marks), details={"texts": len(texts)}
+        )
 
 
 def _describe_pool(marks: Counter, texts: Counter, answered: int) -> tuple[str, str]:

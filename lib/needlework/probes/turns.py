@@ -17,10 +17,9 @@ from typing import Any
 
 from needlework.serving import Endpoint, TransportError
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import Messages, Prompt, PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
+from .prompts import Messages, Prompt
 from .recall import surprising
 from .result import Result, finish, outcomes, share
 
@@ -29,6 +28,7 @@ MODES = ("continue", "resend")
 KEPT_REPLY = 2000  # characters of a generated turn that are kept for a resume
 
 
+@instrument()
 def turns(
     endpoint: Target,
     run: str | Path | None = None,
@@ -37,14 +37,7 @@ def turns(
     length: int = 2048,
     depth: float = 0.3,
     repeats: int = 2,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    controls: bool = True,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Tell a fact in the first turn and ask for it later, in each shape, continued and re-sent; grades the last answer.
 
@@ -59,8 +52,8 @@ def turns(
         tuple(
             Ask(
                 "turns",
-                with_seed(PromptSpec(length, depth, genre, needle, seed), SHAPES.index(shape), r),
-                arm=arm,
+                with_seed(common.spec(length, depth), SHAPES.index(shape), r),
+                arm=common.arm,
                 repeat=r,
                 cache="warm" if mode == "continue" else "cold",
                 send=MODES.index(mode),
@@ -72,32 +65,21 @@ def turns(
         for shape in shapes
         for r in range(repeats)
     ]
-    checks = (
-        control_asks("turns", PromptSpec(length, genre=genre, needle=needle, seed=seed), arm=arm) if controls else []
-    )
-    stopped, judged = "", None
-    with Bench(endpoint, run, probe="turns", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(shapes=list(shapes), length=length, depth=depth, repeats=repeats, seed=seed)
-        rows: list[Row] = []
-        try:
-            flat = [a for pair in pairs for a in pair]
-            bench.plan([*checks, *flat], more=0)
-            judged = run_controls(bench, checks) if controls else None
+    rows: list[Row] = []
+    with common.bench("turns", endpoint, run) as bench:
+        bench.note(shapes=list(shapes), length=length, depth=depth, repeats=repeats, seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, common.spec(length), (a for pair in pairs for a in pair))
             for first, second in pairs:
                 (told,) = bench.ask([first], prepare=_continue)
                 rows.append(told)
                 history = json.loads(told.get("history") or "[]")
                 rows += bench.ask([second], prepare=_resend(history))
-        except Stopped as reason:
-            stopped = str(reason)
         by: dict[str, list[Row]] = {}
         for row in rows:
             by.setdefault(row["label"], []).append(row)
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe(by)
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by), stopped=stopped)
+        sentence, verdict = _describe(by)
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by))
 
 
 async def _continue(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench import Ask, Bench, Confirm, Row, Stopped, Target, with_seed
-from .budget import Limits
-from .controls import control_asks, harness_sentence, run_controls
-from .prompts import PromptSpec
+from .asks import Ask, Row, Target, with_seed
+from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
 
 
+@instrument()
 def warm_cold(
     endpoint: Target,
     run: str | Path | None = None,
@@ -22,14 +21,7 @@ def warm_cold(
     repeats: int = 4,
     warm_sends: int = 1,
     depth: float = 0.3,
-    genre: str = "mixed",
-    needle: str = "digits5",
-    seed: int = 0,
-    arm: str = "",
-    controls: bool = True,
-    limits: Limits | None = None,
-    confirm: Confirm | None = None,
-    progress: bool = False,
+    common: Common,
 ) -> Result:
     """Send each prompt cold, then `warm_sends` times again; compare answers pair by pair (exact McNemar).
 
@@ -37,42 +29,27 @@ def warm_cold(
     when the first send reports none. `.details` holds `proved` (pairs), `discordant` (only cold hit, only warm hit),
     `p_value`, and `page` (the largest power of two that divides all cached counts).
     """
-    specs = [
-        with_seed(PromptSpec(int(n), depth, genre, needle, seed), i, r)
-        for i, n in enumerate(lengths)
-        for r in range(repeats)
-    ]
-    base = PromptSpec(int(lengths[0]), depth, genre, needle, seed)
-    checks = control_asks("warm_cold", base, arm=arm) if controls else []
-    stopped, judged = "", None
-    pairs: list[tuple[Row, Row]] = []
-    with Bench(endpoint, run, probe="warm_cold", arm=arm, limits=limits, confirm=confirm, progress=progress) as bench:
-        bench.note(lengths=list(lengths), repeats=repeats, warm_sends=warm_sends, depth=depth, seed=seed)
-        asks = [
-            [
-                Ask("warm_cold", s, arm=arm, cache="cold" if send == 0 else "warm", send=send)
-                for send in range(warm_sends + 1)
-            ]
-            for s in specs
+    specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
+    asks = [
+        [
+            Ask("warm_cold", s, arm=common.arm, cache="cold" if send == 0 else "warm", send=send)
+            for send in range(warm_sends + 1)
         ]
-        try:
-            bench.plan([*checks, *(a for group in asks for a in group)])
-            judged = run_controls(bench, checks) if controls else None
+        for s in specs
+    ]
+    pairs: list[tuple[Row, Row]] = []
+    with common.bench("warm_cold", endpoint, run) as bench:
+        bench.note(lengths=list(lengths), repeats=repeats, warm_sends=warm_sends, depth=depth, seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, common.spec(lengths[0]), (a for group in asks for a in group))
             for group in asks:
                 cold, *warm = bench.ask(group)
                 pairs += [(cold, w) for w in warm]
-        except Stopped as reason:
-            stopped = str(reason)
         proved = [(c, w) for c, w in pairs if c["cache"] == "cold" and w["cache"] == "warm"]
         details = _paired(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
-        if judged is not None and not judged.passed:
-            sentence, verdict = harness_sentence(judged), "harness"
-        else:
-            sentence, verdict = _describe(pairs, proved, details)
+        sentence, verdict = _describe(pairs, proved, details)
         rows = [r for pair in pairs for r in pair]
-        return finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_table(pairs), stopped=stopped, details=details
-        )
+        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(pairs), details=details)
 
 
 def page_of(pairs: Sequence[tuple[Row, Row]]) -> int | None:

@@ -9,83 +9,15 @@ llama.cpp `tools/server/README.md`, dynamo `lib/llm/src/http/service/`, sglang `
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .capabilities import THINKING_OFF, Capabilities
 from .endpoint import Endpoint
-from .replies import Message, Reply, TransportError
+from .gauges import context_length, read_gauges
+from .replies import Message, Reply, TransportError, parse_json
 
 PROBE_TIMEOUT_S = 30.0
-# Metric names moved over time; each quantity has a list of aliases, and "not offered" is None, never 0.
-METRICS: dict[str, tuple[str, ...]] = {
-    "running": ("sglang:num_running_reqs", "sglang_num_running_reqs", "vllm:num_requests_running",
-                "llamacpp:requests_processing", "dynamo_frontend_inflight_requests", "num_requests_running"),
-    "waiting": ("sglang:num_queue_reqs", "sglang_num_queue_reqs", "vllm:num_requests_waiting",
-                "llamacpp:requests_deferred", "dynamo_frontend_queued_requests"),
-    "kv_used": ("sglang:num_used_tokens", "sglang:kv_used_tokens", "sglang:token_usage", "sglang_token_usage",
-                "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "kv_cache_utilization"),
-    "aborted": ("sglang:num_aborted_requests_total", "sglang:num_aborted_requests", "sglang_num_aborted_requests_total",
-                'vllm:request_success_total{finished_reason="abort"}'),
-    "cached_tokens": ("sglang:cached_tokens_total", "sglang_cached_tokens_total", "vllm:prefix_cache_hits_total",
-                      "vllm:prefix_cache_hits", "trtllm_kv_cache_reused_blocks_total"),
-    "prompt_tokens": ("sglang:prompt_tokens_total", "sglang_prompt_tokens_total", "vllm:prompt_tokens_total",
-                      "llamacpp:prompt_tokens_total", "smg_router_tokens_total"),
-    "router_retries": ("smg_worker_retries_total", "sgl_router_retries_total", "vllm_router_retries_total"),
-    "transfer_failed": ("sglang:num_transfer_failed_reqs_total", "sglang_num_transfer_failed_reqs_total",
-                        "vllm:nixl_num_failed_transfers_total", "vllm:nixl_num_failed_transfers"),
-}  # fmt: skip
-_METRIC_LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(\{[^}]*\})?\s+([-+0-9.eEnNaAiIfF]+)")
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What was found. Every field is the result of a request; `notes` says in words what could not be found."""
-
-    engine: str = "openai"
-    model: str = ""
-    max_model_len: int | None = None
-    tokenize: str = "usage"  # "chat", "text" or "usage" (no route: lengths are calibrated on usage.prompt_tokens)
-    tokenize_path: str | None = None
-    usage: bool = False
-    cached_tokens: bool = False
-    salt: str | None = None  # request field that makes a prompt cold without admin rights
-    flush_path: str | None = None
-    abort_path: str | None = None
-    logprobs: bool = False
-    metrics: tuple[str, ...] = ()
-    thinking: str | None = None  # how thinking is switched off: "chat_template_kwargs", or None
-    thinks: bool = False  # reasoning text came back all the same
-    notes: tuple[str, ...] = field(default_factory=tuple)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Capabilities:
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        for name in ("metrics", "notes"):
-            known[name] = tuple(known.get(name, ()))
-        return cls(**known)
-
-    def fields(self, *, salt: str | None = None, thinking: bool = False) -> dict[str, Any]:
-        """Request fields for one trial: only such as this endpoint accepted when it was probed."""
-        extra: dict[str, Any] = {}
-        if self.thinking and not thinking:
-            extra[self.thinking] = {"enable_thinking": False, "thinking": False}
-        if salt and self.salt:
-            extra[self.salt] = salt
-        return extra
-
-    def __str__(self) -> str:
-        length = f"{self.max_model_len:,} tokens" if self.max_model_len else "unknown context length"
-        cold = f"cold by {self.salt}" if self.salt else "cold by new text only"
-        return (
-            f"{self.engine} endpoint, model {self.model!r}, {length}; lengths by {self.tokenize}-form count; "
-            f"cached tokens {'reported' if self.cached_tokens else 'not reported'}; {cold}; "
-            f"log-probabilities {'yes' if self.logprobs else 'no'}"
-        )
 
 
 async def probe(endpoint: Endpoint) -> Capabilities:
@@ -108,18 +40,20 @@ async def probe(endpoint: Endpoint) -> Capabilities:
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
     salt = await _accepted_field(endpoint, hello, ("cache_salt", "extra_key"), notes)
     thinking, thinks = await _thinking(endpoint, hello, first)
+    engine = _engine(marks, metrics_text)
     found = Capabilities(
-        engine=_engine(marks, metrics_text),
+        engine=engine,
         model=model,
-        max_model_len=_length(card, info),
+        max_model_len=_length(card, info) or context_length(metrics_text, model),
         tokenize=form,
         tokenize_path=path,
         usage=first.prompt_tokens is not None,
         cached_tokens=await _reports_cached(endpoint, hello),
         salt=salt,
-        flush_path=_flush_path(marks),
+        flush_path=_flush_path(marks, engine),
         abort_path="/abort_request" if "sglang" in marks else None,
         logprobs=await _has_logprobs(endpoint, hello),
+        names_worker=await _names_worker(endpoint, hello, first),
         metrics=tuple(name for name, value in read_gauges(metrics_text).items() if value is not None),
         thinking=thinking,
         thinks=thinks,
@@ -151,32 +85,23 @@ async def read_metrics(endpoint: Endpoint) -> dict[str, float | None]:
     return read_gauges(await _metrics_text(endpoint))
 
 
-def read_gauges(text: str) -> dict[str, float | None]:
-    """Parse Prometheus text into the quantities of METRICS, summed over labels."""
-    sums: dict[str, float] = {}
-    for line in text.splitlines()[:20_000]:
-        if match := _METRIC_LINE.match(line):
-            name, labels, raw = match.groups()
-            try:
-                value = float(raw)
-            except ValueError:
-                continue
-            sums[name] = sums.get(name, 0.0) + value
-            for label in (labels or "{}")[1:-1].split(","):
-                key = f"{name}{{{label.strip()}}}"
-                sums[key] = sums.get(key, 0.0) + value
-    return {what: next((sums[a] for a in aliases if a in sums), None) for what, aliases in METRICS.items()}
-
-
 async def flush(endpoint: Endpoint) -> None:
     """Ask the server to drop its prefix cache. Its word is not trusted: prove cold by cached tokens.
 
-    Raises RuntimeError when no flush route was found, TransportError when the server refuses.
+    Raises RuntimeError when no flush route was found or some workers did not follow, TransportError when the server
+    refuses.
     """
     found = await probe(endpoint)
     if found.flush_path is None:
         raise RuntimeError("this endpoint offers no way to flush its prefix cache; use salts or new text instead")
-    await endpoint.post_text(found.flush_path)
+    answer = await endpoint.post_text(found.flush_path)
+    if found.engine == "dynamo":  # answers 200 in any case, and lists who cleared and who failed
+        report = parse_json(answer.encode())
+        report = report if isinstance(report, dict) else {}
+        failed, cleared = (report.get(f"{name}_workers") or [] for name in ("failed", "cleared"))
+        if failed or not cleared:
+            why = endpoint.scrub(report.get("message") or "some did not answer", limit=120)
+            raise RuntimeError(f"{len(failed)} workers did not clear their cache and {len(cleared)} did: {why}")
 
 
 # ---- single questions ----
@@ -249,8 +174,10 @@ def _length(card: dict[str, Any], info: dict[str, Any]) -> int | None:
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
-def _flush_path(marks: dict[str, Any]) -> str | None:
+def _flush_path(marks: dict[str, Any], engine: str) -> str | None:
     # a flush cannot be tried without flushing, so the family's marks decide; failing is loud at the time of use
+    if engine == "dynamo":
+        return "/clear_kv_blocks"
     return "/flush_cache" if "sglang" in marks else None
 
 
@@ -325,12 +252,20 @@ async def _has_logprobs(endpoint: Endpoint, hello: list[Message]) -> bool:
     return reply is not None and bool(reply.token_logprobs)
 
 
+async def _names_worker(endpoint: Endpoint, hello: list[Message], first: Reply) -> bool:
+    """Whether the answer names its workers when asked to in Dynamo's way; not asked where it names them anyway."""
+    if first.worker is not None:
+        return False
+    reply = await _try(endpoint.chat(hello, max_tokens=1, fields={"nvext": {"extra_fields": ["worker_id"]}}))
+    return reply is not None and reply.worker is not None
+
+
 async def _thinking(endpoint: Endpoint, hello: list[Message], first: Reply) -> tuple[str | None, bool]:
     """How thinking is switched off. Only tried when the plain answer showed reasoning text or an opening tag."""
     if not first.reasoning and not first.text.lstrip().startswith("<think"):
         return None, False
-    fields = {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}
-    reply = await _try(endpoint.chat(hello, max_tokens=4, fields=fields))
-    if reply is not None and not reply.reasoning and not reply.text.lstrip().startswith("<think"):
-        return "chat_template_kwargs", False
+    for name, value in THINKING_OFF.items():
+        reply = await _try(endpoint.chat(hello, max_tokens=4, fields={name: value}))
+        if reply is not None and not reply.reasoning and not reply.text.lstrip().startswith("<think"):
+            return name, False
     return None, True

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+CLOSING_S = 10.0  # after Ctrl-C, for requests to be closed
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -25,10 +26,11 @@ def background_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[Any, Any, T], *, tick: Callable[[], None] | None = None, every_s: float = 0.5) -> T:
     """Run `coroutine` to its end and return its result; works inside a notebook's running loop.
 
-    Ctrl-C cancels the coroutine, waits until its requests are closed, and raises KeyboardInterrupt.
+    `tick` is called in the caller's thread every `every_s` seconds meanwhile. Ctrl-C cancels the coroutine, waits until
+    its requests are closed (ten seconds at most), and raises KeyboardInterrupt.
     """
     loop = background_loop()
     try:
@@ -38,9 +40,21 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
     if inside:
         coroutine.close()
         raise RuntimeError("serving.run was called from a coroutine that it runs itself; await the coroutine instead")
-    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    ended = threading.Event()
+
+    async def whole() -> T:
+        try:
+            return await coroutine
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(whole(), loop)
     try:
+        while tick is not None and not ended.wait(every_s):
+            tick()
         return future.result()
-    except KeyboardInterrupt:
-        future.cancel()
+    except BaseException:
+        if not future.done():  # Ctrl-C, or a tick that failed
+            future.cancel()
+            ended.wait(CLOSING_S)
         raise

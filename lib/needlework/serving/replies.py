@@ -92,6 +92,14 @@ def _usage(usage: Any) -> dict[str, Any]:
     }
 
 
+def _worker(value: Any) -> Any:
+    """A worker's name; of a pair (dynamo names both, with their ranks) "prefill 1, decode 2"."""
+    if not isinstance(value, dict):
+        return value
+    names = {role: value.get(f"{role}_worker_id") for role in ("prefill", "decode")}
+    return ", ".join(f"{role} {name}" for role, name in names.items() if name is not None) or value
+
+
 def _choice(choice: dict[str, Any], part: str) -> tuple[str, str, list[tuple[str, float]]]:
     """(text, reasoning, token log-probabilities) of one choice; `part` is "message" or "delta"."""
     message = choice.get(part)
@@ -129,7 +137,7 @@ def _extras(body: dict[str, Any]) -> dict[str, Any]:
     return {
         "cached": _integer(timings.get("cache_n", meta.get("cached_tokens"))),
         "accept": float(accept) if isinstance(accept, (int, float)) and not isinstance(accept, bool) else None,
-        "worker": scrub(worker, limit=60) if worker is not None else None,
+        "worker": scrub(_worker(worker), limit=60) if worker is not None else None,
     }
 
 

@@ -1,0 +1,73 @@
+"""What an instrument asks for, whom, and how it stops early."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from needlework.serving import Endpoint
+
+from .budget import Budget
+from .journal import Recorded
+from .prompts import GENERATOR, Messages, Prompt
+from .specs import PromptSpec, digest
+
+Target = Endpoint | Recorded | str
+Row = dict[str, Any]
+Confirm = Callable[[Budget], bool]
+# Earlier turns of a conversation: sends them, returns the final messages and columns to add to the trial's row.
+Prepare = Callable[["Ask", Prompt, Endpoint], Awaitable[tuple[Messages, dict[str, Any]]]]
+
+
+class Stopped(RuntimeError):
+    """An instrument stopped early: the reason is one sentence; what was measured is in the journal."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One trial to be made. All fields are part of its identity, so change one and it is another trial.
+
+    arm     which deployment or condition answers; cache: the state that is wanted ("cold", "warm", "unknown")
+    send    a number that tells repeated sends of one prompt apart (0 = first)
+    label   anything else that makes it another question
+    """
+
+    probe: str
+    prompt: PromptSpec
+    arm: str = ""
+    repeat: int = 0
+    cache: str = "cold"
+    send: int = 0
+    turn: int = 1
+    concurrency: int = 1
+    ordinal: int | None = None
+    label: str = ""
+    max_tokens: int = 48
+    temperature: float = 0.0
+
+    @cached_property
+    def trial_id(self) -> str:
+        """Hash of what is asked."""
+        names = (f.name for f in fields(self) if f.name != "ordinal")  # which says when, not what
+        identity = {name: getattr(self, name) for name in names} | {"prompt": self.prompt.as_dict()}
+        return digest({"generator": GENERATOR, **identity})
+
+
+def resolve(endpoint: Target) -> tuple[Endpoint | None, Recorded | None]:
+    """(live endpoint, None) or (None, recorded run) from what the user named; raises ValueError for anything else."""
+    if isinstance(endpoint, Recorded):
+        return None, endpoint
+    if isinstance(endpoint, str):
+        if endpoint.startswith("recorded:"):
+            return None, Recorded(endpoint.removeprefix("recorded:"))
+        return Endpoint(endpoint), None
+    if isinstance(endpoint, Endpoint):
+        return endpoint, None
+    raise ValueError("give an Endpoint, a URL that starts with http, or a Recorded run")
+
+
+def with_seed(spec: PromptSpec, *parts: int) -> PromptSpec:
+    """The same specification with a seed mixed from its own and `parts`: fresh text, reproducible."""
+    return replace(spec, seed=int(digest([spec.seed, *parts], 7), 16))

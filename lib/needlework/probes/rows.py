@@ -1,0 +1,119 @@
+"""The row of a trial: what is known before it is sent, how it is asked, and what the reply decides."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+
+from needlework.serving import Endpoint, Reply, TransportError
+
+from .asks import Ask, Prepare, Row
+from .grade import grade
+from .prompts import Prompt
+
+
+def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
+    """The part of a row that is known before anything is sent."""
+    return {
+        "trial_id": a.trial_id,
+        "run": run,
+        "probe": "control" if prompt.spec.control else a.probe,
+        "arm": a.arm or "single",
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        "target_tokens": prompt.spec.target_tokens,
+        "counted_tokens": prompt.counted_tokens if prompt.exact else None,
+        "depth": prompt.spec.depth,
+        "needle_token": prompt.needle_token,
+        "question": prompt.question,
+        "expected": prompt.expected,
+        "turn": a.turn,
+        "concurrency": a.concurrency,
+        "ordinal": a.ordinal if a.ordinal is not None else ordinal,
+        "seed": prompt.spec.seed,
+        "repeat": a.repeat,
+        "send": a.send,
+        "wanted_cache": a.cache,
+        "label": a.label,
+        "control": prompt.spec.control,
+        "genre": prompt.spec.genre,
+        "needle": prompt.spec.needle,
+        "prompt_sha": prompt.sha256,
+    }
+
+
+async def exchange(
+    endpoint: Endpoint, a: Ask, prompt: Prompt, known_values: Mapping[str, str], *, thinking: bool, tolerance: int,
+    prepare: Prepare | None,
+) -> Row:  # fmt: skip
+    """Send an ask and grade the answer; what goes wrong on the way is an outcome of its own, with its reason."""
+    found = endpoint.capabilities
+    # the same text again and yet cold: only a salt in the request does that
+    salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
+    messages: list[dict[str, str]] = prompt.messages
+    more: Row = {}
+    try:
+        if prepare is not None:
+            messages, more = await prepare(a, prompt, endpoint)
+        reply = await endpoint.chat(
+            messages, max_tokens=a.max_tokens, temperature=a.temperature, logprobs=found.logprobs,
+            fields=found.fields(salt=salt, thinking=thinking),
+        )  # fmt: skip
+    except TransportError as error:
+        return {"outcome": "transport", "error": error.reason, "cache": "unknown", "prompt_tokens": None}
+    error_text = length_error(prompt, reply.prompt_tokens, tolerance) if prepare is None else None
+    return after(a, prompt, reply, known_values) | more | {"error": error_text}
+
+
+def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str]) -> Row:
+    """The part of a row that a reply decides. known_values: values of all prompts so far, with the trial of each."""
+    result = grade(reply, prompt.expected, prompt.facts)
+    if result.outcome not in ("exact", "empty", "cut", "reasoning_only"):  # only then can it be foreign content
+        own = {f.value for f in prompt.facts}
+        elsewhere = {v: t for v, t in known_values.items() if t != a.trial_id and v not in own}
+        result = grade(reply, prompt.expected, prompt.facts, elsewhere)
+    counted = prompt.counted_tokens if prompt.exact else None
+    return {
+        "prompt_tokens": reply.prompt_tokens if reply.prompt_tokens is not None else counted,
+        "answer": result.answer,
+        "outcome": result.outcome,
+        "score": result.score,
+        "logprob": result.logprob,
+        "distance": result.distance,
+        "answered_from": result.answered_from,
+        "finish_reason": reply.finish_reason,
+        "completion_tokens": reply.completion_tokens,
+        "reasoning_tokens": reply.reasoning_tokens,
+        "cached_tokens": reply.cached_tokens,
+        "cache": cache_state(reply.cached_tokens, reply.prompt_tokens),
+        "ttft_s": _rounded(reply.ttft_s),
+        "latency_s": _rounded(reply.latency_s),
+        "accept_length": reply.accept_length,
+        "worker": reply.worker,
+        "fingerprint": reply.fingerprint,
+    }
+
+
+def length_error(prompt: Prompt, realised: int | None, tolerance: int) -> str | None:
+    """What is wrong when a server counts other than it tokenises: it has cut, or added to, the prompt."""
+    if realised is None:
+        return None
+    off = realised - prompt.counted_tokens
+    allowed = max(2, tolerance) if prompt.exact else max(64, prompt.counted_tokens // 5)
+    if abs(off) <= allowed:
+        return None
+    return f"the server reports {realised} prompt tokens where {prompt.counted_tokens} were sent" + (
+        ": the prompt may be cut before the model sees it" if off < 0 else ""
+    )
+
+
+def cache_state(cached: int | None, prompt_tokens: int | None) -> str:
+    """ "cold" only when nothing was cached, "warm" only when at least half of the prompt was; else "unknown"."""
+    if cached is None or not prompt_tokens:
+        return "unknown"
+    if cached == 0:
+        return "cold"
+    return "warm" if 2 * cached >= prompt_tokens else "unknown"
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
