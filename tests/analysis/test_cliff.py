@@ -99,6 +99,19 @@ def test_walk_finds_the_exact_token():
     assert exact >= 97 and np.mean(requests) < 22
 
 
+@pytest.mark.parametrize("batch", [2, 4])
+def test_walk_settles_in_batches_too(batch):
+    rng = np.random.default_rng(batch)
+    exact = 0
+    for edge in rng.integers(3_900, 4_300, 40):
+        walk = EdgeWalk(3_890, 4_310)
+        while not walk.done:
+            lengths = walk.propose(batch)
+            walk.update(lengths, [rng.random() < (0.98 if x <= edge else 0.02) for x in lengths])
+        exact += walk.edge == edge and walk.state == "edge" and walk.requests < 60
+    assert exact >= 38
+
+
 def test_walk_says_when_the_edge_is_elsewhere():
     for truth, state in ((10, "below range"), (10_000, "above range")):
         walk = EdgeWalk(100, 200)

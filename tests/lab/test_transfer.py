@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import zmq
+from needlework.lab import sender
 from needlework.lab.receiver import Receiver
 from needlework.lab.sender import Sender
 from needlework.lab.wire import (
@@ -210,6 +211,19 @@ def test_silence_ends_in_a_failure_on_both_sides():
         while not any(r[:2] == ("send failed", 15) for r in pair.reports) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert ("send failed", 15, "no decode server registered within 0.5 s") in pair.reports
+    finally:
+        pair.close()
+
+
+def test_two_sides_that_keep_each_other_waiting_are_ended(monkeypatch):
+    monkeypatch.setattr(sender, "KEEPALIVE_S", 0.05)
+    pair = Pair(timeout_s=0.5)  # each hears the other in time, and the pages never come
+    try:
+        pair.sender.expect(16)
+        pair.register(16, [1])
+        pair.wait("registered")
+        assert "nothing was heard" not in pair.wait("receive failed")[2]
+        assert "within 2 s" in pair.wait("receive failed")[2] and "within 2 s" in pair.wait("send failed")[2]
     finally:
         pair.close()
 

@@ -256,13 +256,12 @@ class EdgeWalk:
         return len(self.asked)
 
     def propose(self, batch: int = 1) -> list[int]:
-        """Lengths that split the posterior into batch + 1 equal parts."""
-        cumulative = np.cumsum(self._posterior())
-        cuts = np.searchsorted(cumulative, np.arange(1, batch + 1) / (batch + 1))
-        if batch == 1:  # of the two lengths beside the middle, the one that splits more evenly
-            k = int(cuts[0])
-            before = cumulative[k - 1] if k else 0.0
-            cuts = np.array([k if abs(cumulative[k] - 0.5) > abs(before - 0.5) else k + 1])
+        """Lengths that split the posterior into batch + 1 equal parts; each is a test of the edges on its two sides."""
+        cumulative = np.concatenate([[0.0], np.cumsum(self._posterior())])  # before an edge, and after the last
+        wanted = np.arange(1, batch + 1) / (batch + 1)
+        above = np.clip(np.searchsorted(cumulative, wanted), 1, len(self.edges))
+        nearer = wanted - cumulative[above - 1] < cumulative[above] - wanted
+        cuts = np.where(nearer, above - 1, above)
         return [int(np.clip(self.edges[min(c, len(self.edges) - 1)], self.low, self.high)) for c in cuts]
 
     def update(self, lengths: Sequence[int], hits: Sequence[float]) -> None:

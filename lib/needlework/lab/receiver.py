@@ -11,6 +11,7 @@ from typing import Any
 
 import zmq
 
+from .sender import ROOM_TIMEOUTS
 from .wire import (
     MALFORMED,
     Loop,
@@ -33,6 +34,7 @@ from .wire import (
 class _Incoming:
     peer: str
     heard: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
     next_index: int = 0
     started: float | None = None
     size: int = 0
@@ -196,3 +198,5 @@ class Receiver(Loop):
         for room, known in list(self._known.items()):
             if now - known.heard > self.timeout_s:
                 self._fail(room, f"nothing was heard from the prefill server for {self.timeout_s:g} s")
+            elif now - known.began > ROOM_TIMEOUTS * self.timeout_s:
+                self._fail(room, f"the pages did not come within {ROOM_TIMEOUTS * self.timeout_s:g} s")

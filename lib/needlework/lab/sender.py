@@ -5,8 +5,9 @@ that owns its sockets (see `wire`). The engine calls `expect`, `send`, `fail` on
 the other, and is told what happened through callbacks, which run in the transfer thread.
 
 What is guaranteed: a room ends in exactly one of done and failed, on both sides; a lost peer, a refused layout, a
-missing request and silence beyond `timeout_s` are failures with a reason; after `cancel` returns, or after a failure
-was reported, no byte is written for that room any more, so that its rows may be given to somebody else.
+missing request, silence beyond `timeout_s` and a room older than four times that are failures with a reason (two sides
+that keep telling each other to wait would wait for ever); after `cancel` returns, or after a failure was reported, no
+byte is written for that room any more, so that its rows may be given to somebody else.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from .wire import (
 
 KEEPALIVE_S = 1.0
 REMEMBERED_REASONS = 256
+ROOM_TIMEOUTS = 4  # a room lasts at most so many times `timeout_s`
 MEETING_S = 10.0  # the two halves of a request must hear of each other within this time
 
 
@@ -50,6 +52,7 @@ class _Outgoing:
     registration: Registration | None = None
     since: float = field(default_factory=time.monotonic)
     pinged: float = 0.0
+    began: float = field(default_factory=time.monotonic)
 
 
 class Sender(Loop):
@@ -210,6 +213,8 @@ class Sender(Loop):
             if not matched and now - known.since > limit_s:
                 missing = "no decode server registered" if known.expected else "the request did not arrive"
                 self._conclude(room, f"{missing} within {limit_s:g} s")
+            elif now - known.began > ROOM_TIMEOUTS * self.timeout_s:
+                self._conclude(room, f"the request was not served within {ROOM_TIMEOUTS * self.timeout_s:g} s")
             elif matched and known.identity is not None and now - known.pinged > KEEPALIVE_S:
                 known.pinged = now
                 self._status(known.identity, room, State.WAITING, "")
