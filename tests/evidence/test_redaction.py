@@ -1,12 +1,17 @@
 """Redaction: hundreds of planted secrets of many kinds are gone, rows still join, ordinary words stay."""
 
 import base64
+import json
 import random
+import re
 import string
 import subprocess
 import sys
+import urllib.parse
+from pathlib import Path
 
 import pytest
+from forms import FORMS
 from needlework.evidence import Redactor, redact
 from needlework.evidence.redaction import check, clean
 
@@ -172,6 +177,59 @@ def test_secrets_are_found_in_the_forms_that_files_and_logs_give_them(form):
     assert check(form % secret) and check(once) == []
 
 
+ROOT = Path(__file__).resolve().parents[2]
+NO_SECRET = {"users", "words", "here"}  # parts of planted paths and sentences that may stay
+
+
+def is_json(text):
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_known_form_is_found_whole_once_and_leaves_json_json(name):
+    form, values = FORMS[name]
+    assert values
+    for value in values:
+        text = form.format(s=value)
+        once = redact(text)
+        parts = re.split(r"[^A-Za-z0-9]+", urllib.parse.unquote(value))
+        left = [part for part in parts if len(part) >= 4 and part.lower() not in NO_SECRET and part in once]
+        assert value not in once and left == [], (text, once)
+        assert redact(once) == once
+        assert check(text) and check(once) == []
+        assert is_json(once) or not is_json(text), (text, once)
+
+
+def test_the_forms_are_many():
+    assert len(FORMS) >= 200 and sum(len(values) for _, values in FORMS.values()) >= 350
+
+
+def test_an_escaped_secret_joins_with_the_plain_one():
+    redactor = Redactor()
+    plain = redactor.text("api_key=Zq8Lm2Xw9Rt5Kp3V from 10.1.2.3")
+    assert (
+        redactor.text("q=api_key%3DZq8Lm2Xw9Rt5Kp3V%26host%3D10.1.2.3") == "q=api_key%3D<secret-1>%26host%3D<address-1>"
+    )
+    assert redactor.text(r"api_key\u003dZq8Lm2Xw9Rt5Kp3V") == r"api_key\u003d<secret-1>"
+    assert plain == "api_key=<secret-1> from <address-1>"
+
+
+def test_escapes_that_hide_nothing_stay_as_they_are():
+    text = r"""GET /x%20y?a=1%2F2 "café" C:\new\table &lt;b&gt; 100%25 {"msg": "line one\nline \"two\""}"""
+    assert redact(text) == text and check(text) == []
+
+
+def test_source_code_reads_as_it_was():
+    text = "\n".join(p.read_text() for p in sorted((ROOT / "lib/needlework/lab").glob("*.py")))
+    words, changed = text.split(), redact(text).split()
+    assert len(words) == len(changed) > 10_000
+    assert sum(a != b for a, b in zip(words, changed, strict=True)) / len(words) < 0.001
+
+
 def test_addresses_and_homes_are_found_when_they_are_encoded():
     text = redact(r"to=http%3A%2F%2F10.1.2.3%3A30 %2Fhome%2Falice%2Fx \/home\/alice\/x C:\\Users\\alice\\x")
     assert "10.1.2.3" not in text and "alice" not in text
@@ -212,6 +270,13 @@ def test_endless_line_is_bounded():
         "token=" * 3000,
         "A_" * 9000,
         "'" * 20_000,
+        '"password": "' * 1500,
+        "mysql -p" * 2500,
+        "%25" * 6000,
+        "\\\\u0070assword" * 1500,
+        " " * 20_000,
+        "A1b2" * 5000,
+        "://a:" * 4000,
     ],
 )
 def test_no_pattern_hangs_on_a_hostile_line(text):

@@ -8,27 +8,30 @@ detect-secrets (https://github.com/Yelp/detect-secrets) run after them over what
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from needlework.evidence.escapes import HIDES, Written
 from needlework.evidence.rules import (
     CANDIDATE,
-    COMMON_USERS,
     FILE_NAME,
     HOME_PATH,
     LOGIN_AT,
     PLUGINS,
     RULES,
+    TRAILING,
     UNIT_SUFFIX,
-    Rule,
 )
+from needlework.evidence.values import COMMON_USERS, Rule
 
 MAX_LINE_CHARS = 20_000  # a longer line is cut: patterns over megabytes of one line are a way to hang a reader
 
+MIN_CHARS = 3  # a shorter value would turn half of a log into placeholders
 PLACEHOLDER = re.compile(r"<(?:[a-z]+-)+\d+>")
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]|\x9b[0-?]*[ -/]*[@-~]")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -97,55 +100,77 @@ class Redactor:
         return self._names[key]
 
     def text(self, text: str) -> str:
-        """The text with every secret replaced. Idempotent: a second pass changes nothing."""
-        text = clean(text)
+        """The text with every secret replaced, also where it is written in escapes. Idempotent: a second pass changes
+        nothing."""
+        lines = clean(text).split("\n")
+        escaped = [number for number, line in enumerate(lines) if HIDES.search(line)]
+        for batch in _batches(escaped, lines):
+            found = self._decoded("\n".join(lines[number] for number in batch)).split("\n")
+            if len(found) != len(batch):  # something over several lines went as one: read these one by one
+                found = [self._decoded(lines[number]) for number in batch]
+            for number, line in zip(batch, found, strict=True):
+                lines[number] = line
+        page = Written("\n".join(lines))
+        self._pass(page)
+        return page.text
+
+    def _decoded(self, text: str) -> str:
+        page = Written.decoded(text)
+        self._pass(page)
+        return page.written()
+
+    def _pass(self, page: Written) -> None:
         for rule in RULES:
-            text = self._apply(rule, text)
-        text = self._detect_secrets(text)
-        text = self._outside(HOME_PATH, text, self._home_path)
+            self._apply(rule, page)
+        self._detect_secrets(page)
+        self._replace(page, HOME_PATH, self._home_path)
         if self._known_pattern:
-            text = self._outside(self._known_pattern, text, lambda m: self.placeholder(self._known[m[0].lower()], m[0]))
-        return self._outside(LOGIN_AT, text, self._login)
+            self._replace(page, self._known_pattern, lambda m: self.placeholder(self._known[m[0].lower()], m[0]))
+        self._replace(page, LOGIN_AT, self._login)
 
-    def _apply(self, rule: Rule, text: str) -> str:
-        group = "s" if "s" in rule.pattern.groupindex else 0
-
-        def replace(match: re.Match[str]) -> str:
-            value = match[group]
-            if not rule.accept(value) or PLACEHOLDER.fullmatch(value):
-                return match[0]
-            start, end = match.start(group) - match.start(), match.end(group) - match.start()
-            return match[0][:start] + self.placeholder(rule.kind, value) + match[0][end:]
-
-        return self._outside(rule.pattern, text, replace)
-
-    @staticmethod
-    def _outside(pattern: re.Pattern[str], text: str, replace: Callable[[re.Match[str]], str]) -> str:
-        """Substitute, but never inside a placeholder made before."""
-        spans = [match.span() for match in PLACEHOLDER.finditer(text)]
-
-        def guarded(match: re.Match[str]) -> str:
-            group = "s" if "s" in pattern.groupindex else 0
-            start, end = match.span(group)
-            return match[0] if any(a < end and start < b for a, b in spans) else replace(match)
-
-        return pattern.sub(guarded, text)
-
-    def _detect_secrets(self, text: str) -> str:
-        lines = text.split("\n")
-        for number, line in enumerate(lines):
-            if not CANDIDATE.search(PLACEHOLDER.sub("", line)):
+    def _apply(self, rule: Rule, page: Written) -> None:
+        placed = _spans(page.text)
+        edits = []
+        for match in rule.pattern.finditer(page.text):
+            start, end = match.span("s" if "s" in rule.pattern.groupindex else 0)
+            value = page.text[start:end]
+            if rule.whole:  # the name says that all of the value is secret, also around a part replaced before
+                value = TRAILING.sub("", value)
+                end = start + len(value)
+                known = PLACEHOLDER.sub("", value) != value
+                if len(value) < MIN_CHARS or (known and len(re.findall(r"\w", PLACEHOLDER.sub("", value))) < 2):
+                    continue
+            elif _touches(placed, start, end):
                 continue
-            for plugin in _plugins():
-                for value in plugin.analyze_string(line):
-                    if value and not PLACEHOLDER.search(value) and value in lines[number]:
-                        lines[number] = lines[number].replace(value, self.placeholder("key", value))
-        return "\n".join(lines)
+            if value and rule.accept(value):
+                edits.append((start, end, self.placeholder(rule.kind, value)))
+        page.replace(edits)
+
+    def _replace(self, page: Written, pattern: re.Pattern[str], new: Callable[[re.Match[str]], str]) -> None:
+        """Substitute, but never inside a placeholder made before."""
+        placed = _spans(page.text)
+        found = [m for m in pattern.finditer(page.text) if not _touches(placed, *m.span())]
+        page.replace([(*match.span(), new(match)) for match in found])
+
+    def _detect_secrets(self, page: Written) -> None:
+        edits, at = [], 0
+        for line in page.text.split("\n"):
+            if CANDIDATE.search(PLACEHOLDER.sub("", line)):
+                values = {v for plugin in _plugins() for v in plugin.analyze_string(line) if v}
+                values = {v for v in values if not PLACEHOLDER.search(v)}
+                if values:
+                    any_value = re.compile("|".join(map(re.escape, sorted(values, key=lambda v: (-len(v), v)))))
+                    edits += [
+                        (at + m.start(), at + m.end(), self.placeholder("key", m[0])) for m in any_value.finditer(line)
+                    ]
+            at += len(line) + 1
+        page.replace(edits)
 
     def _login(self, match: re.Match[str]) -> str:
         if UNIT_SUFFIX.search(match[0]) or match["host"].isdigit():
             return match[0]
-        user = match["user"] if match["user"] in COMMON_USERS else self.placeholder("user", match["user"])
+        known = match["user"].lower() in COMMON_USERS
+        user = match["user"] if known else self.placeholder("user", match["user"])
         return f"{user}@{self.placeholder('host', match['host'])}"
 
     def _home_path(self, match: re.Match[str]) -> str:
@@ -176,19 +201,41 @@ class Leak:
 
 def check(text: str) -> list[Leak]:
     """Every line of a text that is not yet redacted: line number (from 1) and kind."""
-    leaks = []
-    if "PRIVATE KEY-----" in text:
-        leaks.append(Leak(text[: text.index("PRIVATE KEY-----")].count("\n") + 1, "private-key"))
-    for number, line in enumerate(text.split("\n"), 1):
-        redactor = Redactor()
-        if redactor.text(line) != clean(line):
-            leaks += [Leak(number, kind) for kind in redactor.report() if kind != "private-key"]
+    redactor = Redactor()
+    right = redactor.text(text)
+    cleaned = clean(text)
+    if right == cleaned:
+        return []
+    kept, leaks = set(right.split("\n")), []
+    for number, line in enumerate(cleaned.split("\n"), 1):
+        if line not in kept:
+            own = Redactor()
+            own.text(line)
+            leaks += [Leak(number, kind) for kind in own.report()]
     if not leaks:  # a secret may stand on another line than its name
-        redactor = Redactor()
-        for number, (found, right) in enumerate(
-            zip(clean(text).split("\n"), redactor.text(text).split("\n"), strict=False), 1
-        ):
-            if found != right:
-                leaks += [Leak(number, kind) for kind in redactor.report()]
-                break
+        number = next((n for n, line in enumerate(cleaned.split("\n"), 1) if line not in kept), 1)
+        leaks = [Leak(number, kind) for kind in redactor.report()]
     return leaks
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
+    return [match.span() for match in PLACEHOLDER.finditer(text)]
+
+
+def _touches(spans: list[tuple[int, int]], start: int, end: int) -> bool:
+    at = bisect.bisect_left(spans, (end, 0))
+    return at > 0 and spans[at - 1][1] > start
+
+
+def _batches(numbers: list[int], lines: list[str]) -> Iterator[list[int]]:
+    """Line numbers in groups of about a million characters: decoding keeps a list entry per character."""
+    group: list[int] = []
+    size = 0
+    for number in numbers:
+        group.append(number)
+        size += len(lines[number])
+        if size > 1 << 20:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
