@@ -2,80 +2,28 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from needlework.processes import LOOPBACK, Child
+from needlework.deployed import Deployed, call
 
 
 class LabError(RuntimeError):
     """The lab could not do what was asked; the message is one sentence, with the last log lines where they help."""
 
 
-def call(port: int, method: str, path: str, body: Mapping[str, Any] | None = None, timeout_s: float = 30.0) -> Any:
-    """(status, headers, bytes) of one request to a lab process; raises OSError when nobody answers."""
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
-    try:
-        payload = None if body is None else json.dumps(body).encode()
-        connection.request(method, path, payload, {"content-type": "application/json"} if payload else {})
-        response = connection.getresponse()
-        return response.status, response.headers, response.read()
-    except http.client.HTTPException as error:
-        raise ConnectionError(f"no well-formed answer ({type(error).__name__})") from None
-    finally:
-        connection.close()
-
-
 @dataclass(frozen=True)
-class Deployment:
-    """A running deployment. URLs have no /v1; `base_url` is the router's in PD mode (the router has no /tokenize: ask
-    a worker).
-    """
+class Deployment(Deployed):
+    """A running deployment in a box; see `Deployed` for its addresses."""
 
-    mode: str
     geometry: str
     faults: tuple[str, ...]
     seed: int
-    ports: dict[str, int]
-    children: dict[str, Child] = field(repr=False)
     router: str | None = None
-
-    def _url(self, role: str) -> str:
-        return f"http://{LOOPBACK}:{self.ports[role]}"
-
-    @property
-    def base_url(self) -> str:
-        return self._url("router" if self.mode == "pd" else "combined")
-
-    @property
-    def prefill_url(self) -> str:
-        """The server that runs prompts (in combined mode the only one)."""
-        return self._url("prefill" if self.mode == "pd" else "combined")
-
-    @property
-    def decode_url(self) -> str:
-        """The server that decodes (in combined mode the only one)."""
-        return self._url("decode" if self.mode == "pd" else "combined")
-
-    @property
-    def tokenizer_url(self) -> str:
-        """Where /tokenize is offered."""
-        return self.prefill_url
-
-    @property
-    def metrics_url(self) -> str | None:
-        """SGLang's router offers its own metrics on a port of their own."""
-        return self._url("router-metrics") if "router-metrics" in self.ports else None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The server processes, without the router."""
-        return ("prefill", "decode") if self.mode == "pd" else ("combined",)
 
     def __str__(self) -> str:
         planted = "healthy" if not self.faults else "faults " + ", ".join(self.faults)
@@ -86,10 +34,6 @@ class Deployment:
 
         rows = "".join(f"<tr><th>{escape(role)}</th><td>running</td></tr>" for role in self.children)
         return f"<p>{escape(str(self))}</p><table>{rows}</table>"
-
-    def log_tail(self, role: str, lines: int = 15) -> str:
-        """The last lines that a process wrote."""
-        return self.children[role].log_tail(lines)
 
     def rss_bytes(self) -> dict[str, int]:
         """Resident memory of each server process in bytes (0 where the system does not tell)."""

@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from needlework.lab.deployment import Deployment, LabError, call
+from needlework.deployed import call
+from needlework.lab.deployment import Deployment, LabError
 from needlework.processes import LOOPBACK, Child, free_port, listening_socket, stop
 
 MODES = ("combined", "pd")
@@ -159,4 +160,4 @@ def start(
         for held in [*listeners.values(), *([bootstrap] if bootstrap else [])]:
             held.close()  # the children hold them now; a dead child's port must refuse, not accept and never answer
         _wait(children, ports, start_timeout_s)
-        yield Deployment(mode, geometry, planted, int(seed), ports, children, router if mode == "pd" else None)
+        yield Deployment(mode, ports, children, geometry, planted, int(seed), router if mode == "pd" else None)

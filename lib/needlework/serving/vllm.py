@@ -19,13 +19,12 @@ import re
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from needlework.deployed import Deployed, call
 from needlework.processes import LOOPBACK, Child, free_port, stop
 
 MODES = ("combined", "pd")
@@ -57,43 +56,10 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A running engine. URLs have no /v1; `base_url` is the router's in PD mode (it has no /tokenize: ask a server)."""
-
-    mode: str
-    ports: dict[str, int]
-    children: dict[str, Child] = field(repr=False)
-
-    def _url(self, role: str) -> str:
-        return f"http://{LOOPBACK}:{self.ports[role]}"
-
-    @property
-    def base_url(self) -> str:
-        return self._url("router" if self.mode == "pd" else "combined")
-
-    @property
-    def prefill_url(self) -> str:
-        """The server that runs prompts (in combined mode the only one)."""
-        return self._url("prefill" if self.mode == "pd" else "combined")
-
-    @property
-    def decode_url(self) -> str:
-        """The server that decodes; asked directly it computes the prompt itself, as a combined server does."""
-        return self._url("decode" if self.mode == "pd" else "combined")
-
-    @property
-    def tokenizer_url(self) -> str:
-        return self.prefill_url
-
-    @property
-    def metrics_url(self) -> str | None:
-        """vllm-router offers its own metrics on a port of their own; a server offers them beside everything else."""
-        return self._url("router-metrics") if "router-metrics" in self.ports else None
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """The servers, without the router."""
-        return ("prefill", "decode") if self.mode == "pd" else ("combined",)
+class Engine(Deployed):
+    """A running engine; see `Deployed` for its addresses. The decode server, asked directly, computes the prompt
+    itself, as a combined server does.
+    """
 
     def __str__(self) -> str:
         shape = "prefill/decode pair behind vllm-router" if self.mode == "pd" else "one server"
@@ -104,13 +70,9 @@ class Engine:
 
         return f"<p>{escape(str(self))}</p>"
 
-    def log_tail(self, role: str, lines: int = 15) -> str:
-        """The last lines that a process wrote."""
-        return self.children[role].log_tail(lines)
-
     def get(self, role: str, path: str, timeout_s: float = 30.0) -> str:
         """The text of one GET; raises EngineError when the server does not answer with status 200."""
-        status, text = _get(self._url(role) + path, timeout_s)
+        status, text = _get(self.ports[role], path, timeout_s)
         if status != 200:
             raise EngineError(f"the {role} server answers {path} with {status or 'nothing'}")
         return text
@@ -249,7 +211,7 @@ def _wait(children: Mapping[str, Child], ports: Mapping[str, int], deadline: flo
                 raise EngineError(
                     f"the {role} process ended with status {status} while starting; it last wrote:\n{tail}"
                 )
-        if _get(f"http://{LOOPBACK}:{ports[waiting[0]]}/health", 2.0)[0] == 200:
+        if _get(ports[waiting[0]], "/health", 2.0)[0] == 200:
             waiting.pop(0)
         elif time.monotonic() > deadline:
             tail = children[waiting[0]].log_tail()
@@ -258,13 +220,10 @@ def _wait(children: Mapping[str, Child], ports: Mapping[str, int], deadline: flo
             time.sleep(POLL_S)
 
 
-def _get(url: str, timeout_s: float) -> tuple[int, str]:
-    """(status, text) of one GET, past any proxy; status 0 when nobody answers."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+def _get(port: int, path: str, timeout_s: float) -> tuple[int, str]:
+    """(status, text) of one GET; status 0 when nobody answers."""
     try:
-        with opener.open(url, timeout=timeout_s) as answer:
-            return answer.status, answer.read(32 << 20).decode("utf-8", "replace")
-    except urllib.error.HTTPError as error:
-        return error.code, ""
-    except (OSError, ValueError):
+        status, _, raw = call(port, "GET", path, timeout_s=timeout_s)
+    except OSError:
         return 0, ""
+    return status, raw.decode("utf-8", "replace") if status == 200 else ""
