@@ -17,9 +17,9 @@ NOT_SECRET = re.compile(
 )
 # Version numbers, attributes in source code, and the labels that a collection plan gives to hosts.
 NOT_HOST = re.compile(
-    r"[\d.]+|(?:self|cls|args|cfg|config|model|np|torch|os|sys|threading)\..*|(?:node|host)-(?:[a-z]|\d{1,2})"
+    r"[\d.]+|(?:self|cls|args|cfg|config|model|np|torch|os|sys|threading|needlework)\..*|(?:node|host)-(?:[a-z]|\d{1,2})"
 )
-PUBLIC_HOSTS = {"github.com", "huggingface.co", "www.apache.org", "docs.vllm.ai", "docs.sglang.ai", "docs.python.org"}
+PUBLIC_HOSTS = {"github.com", "huggingface.co", "www.apache.org", "docs.vllm.ai", "docs.sglang.ai", "docs.python.org", "www.w3.org"}
 COMMON_USERS = {"root", "nobody", "daemon", "bin", "sys", "www-data", "systemd", "user", "admin", "service", "ubuntu"}
 
 
@@ -64,6 +64,8 @@ def machine_made(text: str) -> bool:
 
 def dense(text: str) -> bool:
     """Text that stands for bytes: base64 or base62, wherever it stands. Hexadecimal is not, for digests are kept."""
+    if text.startswith(("iVBORw0KGgo", "PHN2Zy", "/9j/", "R0lGOD")):  # a picture
+        return False
     kinds = [bool(re.search(kind, text)) for kind in ("[a-z]", "[A-Z]", r"\d")]
     return all(kinds) and changes(text) >= 0.45 and not re.fullmatch(r"(?i)(?:0x)?[0-9a-f]+", text)
 
