@@ -50,9 +50,10 @@ class Bundle:
         return sorted(path.parent for path in self.root.glob("runs/*/trials.jsonl"))
 
     def files(self) -> list[Path]:
-        """Every file of the bundle but the digests, sorted by relative path."""
+        """Every file of the bundle but the digests and the journals' lock files, sorted by relative path."""
         found = [path for path in self.root.rglob("*") if path.is_file() and not path.is_symlink()]
-        return sorted((p for p in found if p.name != "digests.json"), key=lambda p: p.relative_to(self.root).as_posix())
+        left_out = {"digests.json", ".lock"}
+        return sorted((p for p in found if p.name not in left_out), key=lambda p: p.relative_to(self.root).as_posix())
 
     def digests(self) -> dict[str, str]:
         return {p.relative_to(self.root).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.files()}

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from needlework.evidence import Bundle
 from needlework.workbook import incidents, report, runner, writer
 
 
@@ -25,11 +26,11 @@ def _run(argv: list[str]) -> int:
         "notebook", nargs="*", help="two digits or the start of a name, e.g. 03; all when none is given"
     )
     parser.add_argument("--all", action="store_true", help="execute also what is up to date")
-    parser.add_argument("--incident", help=f"a folder of data/incidents (default {incidents.DEFAULT})")
+    parser.add_argument("--incident", help="rebuild this folder of data/incidents from its recordings")
     parser.add_argument(
         "--target",
         help="lab, lab:pd:F14, vllm, http://…, recorded (each notebook from its own recorded run), recorded:<run>; "
-        "default: what the incident says",
+        "default: what the incident says, and the deployment in a box when none is named",
     )
     parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default 2)")
@@ -44,6 +45,8 @@ def _run(argv: list[str]) -> int:
         return _keep(options.keep, root)
     plan = dataclasses.replace(_plan(root, options.incident, options.target), record=options.record)
     if options.record:
+        if (plan.target or "lab").startswith("recorded"):
+            raise ValueError("there is nothing to record from a recording; name a live target: --record --target lab")
         _refuse_to_overwrite(plan, options.notebook)
     began = time.perf_counter()
     try:
@@ -60,6 +63,8 @@ def _run(argv: list[str]) -> int:
     if failed:
         print(f"needlework run: {len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}", file=sys.stderr)
         return 1
+    if options.record and (plan.bundle / "digests.json").is_file():
+        Bundle(plan.bundle).seal()
     if not options.no_report:
         page = report.build(plan)
         seconds = time.perf_counter() - began
@@ -73,7 +78,8 @@ def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
     if incident or incidents.names():
         bundle = incidents.incident(name)
         settings = bundle.settings.get("workbook", {})
-        default = None if name == incidents.DEFAULT else settings.get("target")
+        # a bare `needlework run` measures; an incident asked for by name is rebuilt as it says
+        default = settings.get("target") if incident or name != incidents.DEFAULT else None
         return runner.Plan(
             root,
             name,

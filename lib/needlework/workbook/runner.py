@@ -223,9 +223,13 @@ class Plan:
             found["NEEDLEWORK_RECORD"] = str(self.recording(twin))
         return found
 
+    @property
+    def bundle(self) -> Path:
+        return self.root / "data" / "incidents" / self.incident
+
     def recording(self, twin: Path) -> Path:
         """Where what this notebook measures is recorded."""
-        return self.root / "data" / "incidents" / self.incident / "runs" / twin.stem
+        return self.bundle / "runs" / twin.stem
 
 
 def choose(names: Sequence[str], root: Path) -> list[Path]:

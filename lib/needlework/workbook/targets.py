@@ -251,7 +251,8 @@ def _engine_endpoint(engine: Callable[[], Any], arm: str) -> Any:
     if arm == "combined":
         # its own salt: blocks that one arm has left in the server's cache must not answer for the other
         return Endpoint(running.decode_url, extra={"cache_salt": "combined"})
-    return Endpoint(running.base_url, tokenizer_url=running.prefill_url, metrics_url=running.metrics_url)
+    prefill = running.prefill_url  # counts tokens, and knows what came out of its cache: the pair's answers do not
+    return Endpoint(running.base_url, tokenizer_url=prefill, metrics_url=running.metrics_url, cache_url=prefill)
 
 
 # ---- live URLs ----
