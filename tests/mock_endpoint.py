@@ -38,6 +38,7 @@ class Defects:
     fail: Callable[[int], tuple[int, str] | None] = lambda ordinal: None  # (status, body) instead of an answer
     thinks: bool = False
     replicas: int = 1
+    transfers: bool = False  # as the decode server of a pair: all but the last token of any prompt is called cached
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Mock:
     requests: list[dict] = field(default_factory=list)
     cache: set[tuple] = field(default_factory=set)
     running: int = 0
+    hits: int = 0  # tokens that came out of the cache
     aborted: int = 0
     last_value: str = ""
     key: str | None = None
@@ -119,6 +121,7 @@ def make_app(mock: Mock) -> Starlette:
         for page in range(len(tokens) // PAGE):
             mock.cache.add((salt, *tokens[: (page + 1) * PAGE][-64:], page))
         cached = min(cached, len(tokens) - 1)
+        mock.hits += cached
         mock.running += 1
         try:
             deadline = time.perf_counter() + mock.defects.delay_s
@@ -138,7 +141,7 @@ def make_app(mock: Mock) -> Starlette:
         finish = "stop" if len(tokens_of(text)) <= body["max_tokens"] else "length"
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces), "total_tokens": 0}
         if d in ("sglang", "vllm", "text", "dynamo"):
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            usage["prompt_tokens_details"] = {"cached_tokens": len(tokens) - 1 if mock.defects.transfers else cached}
         logprobs = None
         if body.get("logprobs") and d != "openai":
             logprobs = {"content": [{"token": p, "logprob": -0.01} for p in pieces]}
@@ -193,6 +196,8 @@ def make_app(mock: Mock) -> Starlette:
             "vllm:": ("num_requests_running", 'request_success_total{finished_reason="abort"}'),
         }[prefix]
         lines = [f"{prefix}{names[0]} {float(mock.running)}", f"{prefix}{names[1]} {float(mock.aborted)}"]
+        if d == "vllm":
+            lines.append(f"vllm:prefix_cache_hits_total {mock.hits}")
         return PlainTextResponse("\n".join(lines) + "\n")
 
     async def clear(request: Request) -> Response:

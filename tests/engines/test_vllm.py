@@ -67,8 +67,12 @@ def test_short_prompts_are_remembered_and_the_controls_pass(target, tmp_path):
     assert (rows["prompt_tokens"] == rows["target_tokens"]).all(), "lengths are exact to the token as the engine counts"
 
 
-def test_warm_is_proved_in_blocks_of_the_engine(target):
-    result = probes.warm_cold(combined(target), lengths=(500, 900), repeats=1, controls=False, seed=2)
+@pytest.mark.parametrize("arm", ["combined", "pd"])
+def test_warm_is_proved_in_blocks_of_the_engine(target, arm):
+    endpoint = target.arms[arm]
+    result = probes.warm_cold(endpoint, lengths=(500, 900), repeats=1, controls=False, seed=2)
+    # the pair's decode server calls every transferred token cached; its prefill server's counter does not
+    assert endpoint.capabilities.cached_by == {"combined": "usage", "pd": "counter"}[arm]
     assert result.details["proved"] == result.details["pairs"] == 2, str(result)
     assert result.details["page"] % vllm.BLOCK_TOKENS == 0, result.table
 

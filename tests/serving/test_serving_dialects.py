@@ -6,7 +6,7 @@ import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
 from needlework.serving.capabilities import Capabilities
-from needlework.serving.dialects import count_tokens, flush, probe, read_metrics
+from needlework.serving.dialects import chat, count_tokens, flush, probe, read_metrics
 from needlework.serving.gauges import read_gauges
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -57,6 +57,21 @@ def test_dynamo_names_both_workers_and_its_flush_is_not_believed():
         run(flush(Endpoint(mock.base_url)))
     with mock_endpoint("vllm") as mock:
         assert not run(probe(Endpoint(mock.base_url))).names_worker
+
+
+def test_a_pair_that_calls_transferred_tokens_cached_is_seen_through():
+    with mock_endpoint("vllm", transfers=True) as mock:
+        alone = run(probe(Endpoint(mock.base_url)))
+        assert not alone.cached_tokens and any("was never sent is reported as cached" in n for n in alone.notes)
+        endpoint = Endpoint(mock.base_url, cache_url=mock.base_url)
+        found = run(probe(endpoint))
+        assert found.cached_tokens and found.cached_by == "counter" and found.salt == "cache_salt"
+        text = [{"role": "user", "content": "One two three four. " * 40}]
+        seen = [run(chat(endpoint, text, alone=True, max_tokens=1)).cached_tokens for _ in range(2)]
+        assert seen[0] == 0 and seen[1] > 100
+        assert run(chat(endpoint, text, alone=False, max_tokens=1)).cached_tokens is None
+    with mock_endpoint("vllm") as mock:
+        assert run(probe(Endpoint(mock.base_url))).cached_by == "usage"
 
 
 def test_counts_agree_with_usage():

@@ -94,7 +94,7 @@ def _endpoint(url: str, args: argparse.Namespace) -> Any:
     key = os.environ.get(args.api_key_env) if args.api_key_env else os.environ.get("NEEDLEWORK_API_KEY")
     if args.api_key_env and not key:
         raise ValueError(f"the environment variable {args.api_key_env} is not set")
-    return Endpoint(url, args.model, key, args.timeout, tokenizer_url=args.tokenizer_url)
+    return Endpoint(url, args.model, key, args.timeout, tokenizer_url=args.tokenizer_url, cache_url=args.cache_url)
 
 
 async def _what(endpoint: Any) -> str:
@@ -157,6 +157,9 @@ def _common(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for one request")
     verb.add_argument(
         "--tokenizer-url", metavar="URL", help="where to count tokens when URL is a router without /tokenize"
+    )
+    verb.add_argument(
+        "--cache-url", metavar="URL", help="the prefill server of a pair whose answers cannot prove warm (see what)"
     )
 
 

@@ -22,7 +22,10 @@ class Capabilities:
     tokenize: str = "usage"  # "chat", "text" or "usage" (no route: lengths are calibrated on usage.prompt_tokens)
     tokenize_path: str | None = None
     usage: bool = False
-    cached_tokens: bool = False
+    cached_tokens: bool = False  # it can be told how much of a prompt came out of a prefix cache
+    cached_by: str = (
+        "usage"  # or "counter": answers of a pair call transferred tokens cached, its prefill server does not
+    )
     salt: str | None = None  # request field that makes a prompt cold without admin rights
     flush_path: str | None = None
     abort_path: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from dataclasses import replace
 from typing import Any
 
 from .capabilities import THINKING_OFF, Capabilities
@@ -38,7 +39,8 @@ async def probe(endpoint: Endpoint) -> Capabilities:
     notes: list[str] = []
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
-    salt = await _accepted_field(endpoint, hello, ("cache_salt", "extra_key"), notes)
+    source = await _cached_source(endpoint, notes)
+    salt = await _accepted_field(endpoint, source, ("cache_salt", "extra_key"), notes)
     thinking, thinks = await _thinking(endpoint, hello, first)
     engine = _engine(marks, metrics_text)
     found = Capabilities(
@@ -48,7 +50,8 @@ async def probe(endpoint: Endpoint) -> Capabilities:
         tokenize=form,
         tokenize_path=path,
         usage=first.prompt_tokens is not None,
-        cached_tokens=await _reports_cached(endpoint, hello),
+        cached_tokens=source is not None,
+        cached_by=source or "usage",
         salt=salt,
         flush_path=_flush_path(marks, engine),
         abort_path="/abort_request" if "sglang" in marks else None,
@@ -83,6 +86,35 @@ async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | Non
 async def read_metrics(endpoint: Endpoint) -> dict[str, float | None]:
     """The quantities of METRICS as this server offers them; None where it does not."""
     return read_gauges(await _metrics_text(endpoint))
+
+
+async def chat(endpoint: Endpoint, messages: list[Message], *, alone: bool, **options: Any) -> Reply:
+    """`endpoint.chat`, with cached tokens from the source that was found to be right. alone: no other request is under
+    way, as a counter needs it; without it such an endpoint's cached tokens are not known.
+    """
+    if endpoint.capabilities.cached_by == "usage":
+        return await endpoint.chat(messages, **options)
+    if not alone:
+        return replace(await endpoint.chat(messages, **options), cached_tokens=None)
+    return await _counted(endpoint, messages, **options)
+
+
+async def _counted(endpoint: Endpoint, messages: list[Message], **options: Any) -> Reply:
+    before = await _cache_hits(endpoint)
+    reply = await endpoint.chat(messages, **options)
+    after = await _cache_hits(endpoint)
+    found = None if before is None or after is None else round(after - before)
+    if found is not None and not 0 <= found <= (reply.prompt_tokens or 0):
+        found = None  # somebody else's request, or a restart, is in the difference
+    return replace(reply, cached_tokens=found)
+
+
+async def _cache_hits(endpoint: Endpoint) -> float | None:
+    """Tokens that the prefix cache at `cache_url` has served so far; None where it does not tell."""
+    if endpoint.cache_url is None:
+        return None
+    text = await _try(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=endpoint.cache_url))
+    return read_gauges(text or "")["cached_tokens"]
 
 
 async def flush(endpoint: Endpoint) -> None:
@@ -220,31 +252,53 @@ async def _tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) -
     return "usage", None
 
 
-async def _accepted_field(
-    endpoint: Endpoint, hello: list[Message], names: tuple[str, ...], notes: list[str]
-) -> str | None:
-    """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
-    if not await _reports_cached(endpoint, hello):
+async def _cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
+    """Who tells the truth on cached tokens: "usage", "counter", or nobody.
+
+    A text that was never sent cannot be cached. The decode server of a pair reports it as cached all the same, because
+    its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
+    server that computes prompts can tell.
+    """
+    fresh = _lamps(secrets.token_hex(8))
+    reply = await _try(endpoint.chat(fresh, max_tokens=1))
+    if reply is None or reply.cached_tokens is None:
         notes.append("cached tokens are not reported, so warm and cold cannot be proved")
         return None
-    text: list[Message] = [{"role": "user", "content": "Cache check. " + "The lamp is on the table. " * 120}]
-    await _try(endpoint.chat(text, max_tokens=1))
-    again = await _try(endpoint.chat(text, max_tokens=1))
+    if 2 * reply.cached_tokens < (reply.prompt_tokens or 0):
+        return "usage"
+    if await _cache_hits(endpoint) is not None:
+        return "counter"
+    notes.append(
+        "a text that was never sent is reported as cached (a decode server counts what it was sent), so warm and cold "
+        "cannot be proved; name the prefill server as cache_url"
+    )
+    return None
+
+
+def _lamps(first: str) -> list[Message]:
+    """A text that fills some pages of any prefix cache; `first` makes it another one."""
+    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * 120}]
+
+
+async def _accepted_field(
+    endpoint: Endpoint, source: str | None, names: tuple[str, ...], notes: list[str]
+) -> str | None:
+    """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
+    if source is None:
+        return None
+    text, send = _lamps("twice"), _counted if source == "counter" else Endpoint.chat
+    await _try(send(endpoint, text, max_tokens=1))
+    again = await _try(send(endpoint, text, max_tokens=1))
     if again is None or not again.cached_tokens:
         notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
         return None
     for name in names:
         # a salt used in an earlier probe would be warm already
-        salted = await _try(endpoint.chat(text, max_tokens=1, fields={name: secrets.token_hex(8)}))
+        salted = await _try(send(endpoint, text, max_tokens=1, fields={name: secrets.token_hex(8)}))
         if salted is not None and salted.cached_tokens is not None and salted.cached_tokens < again.cached_tokens:
             return name
     notes.append("no salt field is honoured; cold prompts start with a new first line instead")
     return None
-
-
-async def _reports_cached(endpoint: Endpoint, hello: list[Message]) -> bool:
-    reply = await _try(endpoint.chat(hello, max_tokens=1))
-    return reply is not None and reply.cached_tokens is not None
 
 
 async def _has_logprobs(endpoint: Endpoint, hello: list[Message]) -> bool:

@@ -32,6 +32,7 @@ class Endpoint:
     max_body_bytes  bound on a body or a stream
     tokenizer_url   where token counts are asked when this URL is a router without /tokenize (a worker's URL)
     metrics_url     where /metrics answers when not here (a router serves it on a port of its own)
+    cache_url       the server whose prefix cache counts when an answer cannot say so (the prefill server of a pair)
     extra           fields merged into every generation request, for example {"chat_template_kwargs": {...}}
     """
 
@@ -46,6 +47,7 @@ class Endpoint:
         max_connections: int = 256,
         tokenizer_url: str | None = None,
         metrics_url: str | None = None,
+        cache_url: str | None = None,
         extra: dict[str, Any] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ):
@@ -61,7 +63,8 @@ class Endpoint:
         self._transport = transport
         self._secrets = secrets_of(self.base_url, api_key)
         self.metrics_url = _clean(metrics_url) if metrics_url else None
-        for url in filter(None, (self.tokenizer_url, self.metrics_url)):
+        self.cache_url = _clean(cache_url) if cache_url else None
+        for url in filter(None, (self.tokenizer_url, self.metrics_url, self.cache_url)):
             self._secrets += secrets_of(url, None)
         # httpx ties a client to the event loop that first used it
         self._clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient] = weakref.WeakKeyDictionary()
