@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.metadata
 import inspect
+import os
 import platform
 import random
 import sys
@@ -56,6 +57,10 @@ def start(title: str, *, seed: int = 0) -> Start:
     if "torch" in sys.modules:  # a notebook that does not use torch need not wait for it
         sys.modules["torch"].manual_seed(seed)
     figures.use_style()
+    if "IPython" in sys.modules and not os.environ.get("NEEDLEWORK_NOTEBOOK"):
+        from needlework.workbook import live
+
+        live.enable()
     result = Start(title, seed, versions())
     print(result)
     return result
