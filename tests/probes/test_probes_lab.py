@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from needlework import lab, probes
+from needlework.calibrate.inside import start_inside
 from needlework.serving import Endpoint
 
 
@@ -32,3 +33,30 @@ def test_comb_is_found_on_the_lab():
         result = probes.scan_residues(deployment.base_url, start=400, period=8, cache=("cold",), distance=100)
     comb = result.combs["start", "cold"]
     assert (comb.state, comb.period, comb.residues) == ("comb", 4, (3,)), str(result)
+
+
+def test_the_walk_follows_the_budget_of_a_consumer_to_the_token():
+    """Attention reads the first k entries of the list, in the order of the text: 4 k tokens. The last place of the
+    value that hits lies before that by its own few tokens, the same number for every k.
+    """
+    before = {}
+    for k in (256, 512):
+        options = {"geometry": "tiny", "top_k": 1024, "chunk_tokens": 1024}
+        with start_inside("combined", (f"F05:k={k},scattered=0",), **options) as one:
+            found = probes.find_cliff(one.endpoint, low=3 * k, high=8 * k, from_end=200, tolerance=0.1, controls=False,
+                                      config={"topk": k, "ratio": 4})  # fmt: skip
+        assert [c.value for c in found.constants] == [4 * k], str(found)
+        before[k] = 4 * k - found.details["place"]
+        walked = found.trials[found.trials["label"] == "walk"].groupby("needle_token")["outcome"].first()
+        assert walked[found.details["place"]] == "exact"
+        assert walked[found.details["place"] + 1] == "near", "the first token past the edge is the value's last digit"
+    assert before[256] == before[512] == 10
+
+
+@pytest.mark.parametrize("chunk", [512, 768])
+def test_the_walk_ends_at_the_chunk_to_the_token(chunk):
+    """The index is rebuilt by each pass: what is in the only chunk is found, one token more and there are two."""
+    with start_inside("combined", ("F08",), geometry="tiny", top_k=64, chunk_tokens=chunk) as one:
+        found = probes.find_cliff(one.endpoint, low=chunk // 2, high=2 * chunk, depth=0.3, tolerance=0.1, walk=True,
+                                  controls=False, config={"chunk": chunk})  # fmt: skip
+    assert found.edge == chunk and chunk in [c.value for c in found.constants], str(found)

@@ -21,7 +21,7 @@ def index_rebuilt_each_pass(engine: Any, after: int) -> None:
     gone. Above the budget of the selection only what stands in the last chunk can be found."""
 
     def rebuild(_: None, *, seq: Any, start: int, end: int) -> None:
-        if seq.passes >= after and end - start > 1 and start < seq.prompt_tokens:
+        if seq.passes >= after and start < seq.prompt_tokens:  # also a last chunk of one token is a pass
             pages = seq.full[: start // engine.geometry.page_tokens]
             for name in engine.pools():
                 if name.startswith("c4_index.") and pages:

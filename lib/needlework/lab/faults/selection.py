@@ -42,14 +42,19 @@ def stash_overflows(engine: Any, stash: int) -> None:
     strengths={"mild": {"divisor": 2}, "default": {"divisor": 4}, "severe": {"divisor": 16}},
     divisor=4,
     k=0,
+    scattered=1,
 )
-def wrong_budget(engine: Any, divisor: int, k: int) -> None:
+def wrong_budget(engine: Any, divisor: int, k: int, scattered: int) -> None:
     """One consumer of the selection has a smaller constant for its size than the indexer (top-k / divisor, or k): it
     reads the first entries of the list and never sees the others. A parallel selection gives its list in no order, so
-    any entry may be lost. Right up to ratio x k tokens and in the window."""
+    any entry may be lost. Right up to ratio x k tokens and in the window. With scattered=0 the list stays as it is:
+    while the indexer still takes every entry that is the order of the text, and what stands after ratio x k tokens is
+    lost, to the token."""
     budget = k or max(1, engine.geometry.top_k // divisor)
 
     def cut(picked: torch.Tensor, **_: Any) -> torch.Tensor:
+        if not scattered:
+            return torch.where(torch.arange(picked.shape[1]) < budget, picked, -1)
         order = (picked.long() * 2654435761 >> 7) % 65521  # scattered over positions, the same for each step
         order = order.masked_fill(picked < 0, 1 << 20).argsort(dim=1, stable=True)
         return torch.where(torch.arange(picked.shape[1]) < budget, picked.gather(1, order), -1)
