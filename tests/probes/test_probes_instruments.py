@@ -135,6 +135,16 @@ def test_abort(how):
     assert sick.verdict == "finding" and list(sick.table.query("role == 'followup'")["hits"]) == [0]
 
 
+def test_an_abort_that_comes_too_late_is_tried_again_sooner(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys.modules["needlework.probes.abort"], "_pace", lambda *_: 2.0)  # measured in a slow moment
+    with mock_endpoint(delay_s=0.3) as mock:
+        options = {"stages": ("prefill",), "rounds": 1, "length": 700, "controls": False}
+        result = probes.abort(mock.base_url, tmp_path / "run", **options)
+    assert result.healthy and result.details["aborted"] == 1 and result.details["too_late"] in (1, 2)
+    again = probes.abort(probes.Recorded(tmp_path / "run"), **options)
+    assert str(again) == str(result) and again.details["too_late"] == result.details["too_late"]
+
+
 def test_echo_tells_foreign_content_from_mere_misses():
     with mock_endpoint() as mock:
         assert probes.echo(mock.base_url, trials=8, concurrency=4, lengths=(300,)).healthy
