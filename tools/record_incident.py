@@ -195,6 +195,7 @@ def main() -> int:
         collection = evidence.collect(evidence.load_plan(Path(scratch) / "incident.toml"))
     shutil.rmtree(bundle / "evidence", ignore_errors=True)
     collection.write(bundle / "evidence")
+    evidence.Bundle(bundle).seal()
     dumps = len(list((bundle / "pages").glob("*.bin")))
     print(f"{len(collection.items)} items, {len(rows)} log lines, {dumps} page dumps")
     return 0

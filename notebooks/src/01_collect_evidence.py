@@ -14,7 +14,7 @@
 # **You will do:** read one collection of a whole deployment: units, environment, arguments, logs, sources, server answers.
 #
 # **You will learn:** which value is in force on which role and where it came from; what the logs name and what they do
-# not; and that something missing is a finding too.
+# not; how deployed source is held against its release; and that something missing is a finding too.
 #
 # **You need:** nothing but this repository. To collect from your own machines, write an `incident.toml` and run
 # `needlework collect incident.toml --out evidence`.
@@ -69,6 +69,31 @@ workbook.tables.table(missing, "Absence as a finding")
 # Four rows deserve a pause. One source file that the investigation named is not at its path, so whatever scores the keys
 # is some other file. The combined unit exists and is inactive: the decisive experiment is prepared but not running. A
 # unit without a kernel switch does not mean that no switch is set. And the prefill unit's log is not an engine's log.
+
+# %%
+units = evidence.units(collection).set_index("role")
+active = units.index[units["state"] == "active"].tolist()
+assert active == ["prefill", "decode", "router"] and units.loc["combined", "state"] == "inactive"
+assert units.loc["combined", "starts"].endswith(".sh"), "the combined unit starts a script that is there"
+workbook.tables.table(units.reset_index()[["role", "unit", "state", "starts"]], "Units, their state, what they start")
+
+# %% [markdown]
+# ## The search that came back empty
+#
+# The engineer filtered the units for the words of every custom kernel and cache setting (`SGLANG_`, `TRITON`, `INDEXER`,
+# `page-size`, `radix`, `chunked` …). For prefill and decode nothing came back, which can mean "not set" or "set elsewhere".
+# Guess which, then look at all places at once.
+
+# %%
+searched = evidence.searched(collection)
+pair = searched[searched["role"].isin(["prefill", "decode"])].set_index(["role", "place"])["hits"].unstack()
+assert (pair["unit and drop-ins"] == 0).all() and (pair["process environment"] == 0).all()
+assert (pair["wrapper script"] > 0).all(), "the wrapper scripts hold what the units do not"
+workbook.tables.table(searched.drop(columns="host"), "The same words in every place that can set something")
+
+# %% [markdown]
+# The units and the environment of both servers name none of the words; the scripts that `ExecStart` starts do. An empty
+# filter said only that the search looked in the wrong file.
 #
 # ## What is in force, and where it came from
 #
@@ -126,29 +151,60 @@ workbook.figures.show(
 )
 
 # %%
-silent = ["nan", "inf", "corrupt", "mismatch", "traceback", "out of memory"]
+silent = [
+    "nan",
+    "inf",
+    "corrupt",
+    "mismatch",
+    "abort",
+    "evict",
+    "traceback",
+    "out of memory",
+    "chunk",
+    "radix",
+    "prefix",
+]
 assert counts.set_index("category").loc[silent, "count"].sum() == 0
-first = log["message"].head(show_lines).tolist()
-workbook.tables.table(pd.DataFrame({"message": first}), "The first lines, as they are")
+prefill = evidence.read_log(collection, host, "prefill")
+heads = {"decode": log["message"].head(show_lines), "prefill": prefill["message"].head(show_lines)}
+assert heads["decode"].str.contains("200 OK").all() and prefill["message"].str.contains("system health").any()
+workbook.tables.table(pd.DataFrame(heads), "The first lines of both logs, as they are")
 
 # %% [markdown]
-# No line of the decode log names a NaN, an infinity, corruption, a mismatch, a traceback or lack of memory. The clean
-# log neither proves health nor shows the fault: it says that whatever happens is not noticed by the code that logs.
+# No line of the decode log names a NaN, an infinity, corruption, a mismatch, an abort, an eviction, a traceback or lack of
+# memory, nor chunk, radix or prefix: it is requests answered with 200. The prefill log speaks of credentials and system
+# health. The clean log neither proves health nor shows the fault: whatever happens is not noticed by the code that logs.
 #
 # ## The deployed source
 #
-# A file that was copied from the machine is compared with the public release by digest, then by a bounded diff.
+# Two source files were asked for. What came is known by size, date and digest.
 
 # %%
-sources = items[items["item"].str.startswith("sha256:")][["role", "item"]].drop_duplicates("item")
-digests = [collection.text(host, row.role, row.item)[:16] for row in sources.itertuples()]
-workbook.tables.table(sources.assign(sha256=digests), "Source files that came, by digest (first 16 digits)")
+files = evidence.source_files(collection)
+python = files[files["path"].str.endswith(".py")].set_index(["role", "state"])
+assert python.loc[("decode", "ok"), "bytes"] > 0 and ("decode", "missing") in python.index
+workbook.tables.table(files.assign(sha256=files["sha256"].str[:16]).drop(columns="host"), "Source files and scripts")
 
 # %% [markdown]
+# The kernel file came, the indexer's did not: there is no such file at its path. **Guess:** is the file that came the one
+# that was released?
+
+# %%
+release = evidence.load_plan(bundle.toml).release
+compared = evidence.compare_sources(collection, release, bundle.path)
+assert [c.name for c in compared] == ["attention.py"] and (compared[0].added, compared[0].removed) == (0, 2)
+compared[0]
+
+# %% [markdown]
+# It is not. The two lines that the deployed file lacks are a short cut of the release for a single row; the path behind it
+# is the same. A difference is a lead, not a culprit: [08_sparse_mla_decode](08_sparse_mla_decode.ipynb) runs the code.
+#
 # ## What we found
 #
 # * The deployment is prefill, decode and a router; the combined unit is prepared and inactive.
-# * One of the named source files does not exist at its path, and the prefill unit's log belongs to another service.
+# * The search for kernel and cache settings is empty in units and environment; the wrapper scripts hold them.
+# * One of two named source files does not exist at its path; the other differs from its release by two lines.
+# * The prefill unit's log belongs to another service.
 # * 4,000 lines of the decode log hold no sign of corruption: the failure is silent.
 # * The roles were compared setting by setting; the cell above says in one line whether a decisive one differs.
 #
@@ -157,4 +213,4 @@ workbook.tables.table(sources.assign(sha256=digests), "Source files that came, b
 # A decisive difference between prefill and decode would move the suspicion to configuration before any measurement. A
 # line in the corrupt or mismatch category, joined to a failing trial by request id, would do the same for the transfer.
 #
-# **Next:** `02_reproduce_symptom` — can we make it forget?
+# **Next:** [02_reproduce_symptom](02_reproduce_symptom.ipynb): can we make it forget?

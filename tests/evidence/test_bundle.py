@@ -4,10 +4,12 @@ import io
 import json
 import stat
 import zipfile
+from pathlib import Path
 
 import pytest
 from needlework.evidence import Bundle, unzip
 
+ROOT = Path(__file__).resolve().parents[2]
 INCIDENT = '[incident]\ntitle = "t"\nsymptom = "s"\ndate = "2026-11-29"\nengine = "lab"\n'
 
 
@@ -90,6 +92,18 @@ def hostile(entries):
         ([("demo/a", "x", 0o644), ("demo/a", "y", 0o644)], "twice"),
         ([("demo/bomb", bytes(64 << 20), 0o644)], "no incident bundle"),
         ([(f"demo/{n}", "x", 0o644) for n in range(6000)], "no incident bundle"),
+        ([(f"demo/{n}/", "", 0o755) for n in range(90_000)], "too many entries"),
+        ([("demo/x", "x", 0o644), ("demo/../../evil/", "", 0o755)], "outside"),
+        ([("demo/x", "x", 0o644), ("demo/l/", "/etc", stat.S_IFLNK | 0o777)], "symbolic link"),
+        ([("demo/pipe", "", stat.S_IFIFO | 0o644)], "neither a file nor a folder"),
+        ([("demo/null", "", stat.S_IFCHR | 0o644)], "neither a file nor a folder"),
+        ([("demo/A", "x", 0o644), ("demo/a", "y", 0o644)], "twice"),
+        ([("demo/\x1b[31mred", "x", 0o644)], "strange characters"),
+        ([("demo/a\nb", "x", 0o644)], "strange characters"),
+        ([("demo/\u202egnp.exe", "x", 0o644)], "strange characters"),
+        ([("demo/" + "a/" * 500 + "x", "x", 0o644)], "too long"),
+        ([("demo/a", "x", 0o644), ("demo/a/b", "x", 0o644)], "could not be unpacked"),
+        ([("Demo Name/x", "x", 0o644)], "named after its incident"),
         ([("a/x", "x", 0o644), ("b/x", "x", 0o644)], "one folder"),
         ([("x", "x", 0o644)], "one folder"),
         ([], "one folder"),
@@ -100,6 +114,22 @@ def test_a_hostile_zip_is_refused_whole(tmp_path, entries, sentence):
     with pytest.raises(ValueError, match=sentence):
         unzip(tmp_path / "in.zip", tmp_path / "out")
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_encrypted_or_unknown_entry_is_one_sentence_without_a_path(tmp_path):
+    good = hostile([("demo/a", "hello", 0o644)])
+    for offset, value, sentence in ((8, 1, "encrypted"), (10, 99, "damaged")):
+        data = bytearray(good)
+        data[data.find(b"PK\x01\x02") + offset] = value
+        (tmp_path / "in.zip").write_bytes(data)
+        with pytest.raises(ValueError, match=sentence) as caught:
+            unzip(tmp_path / "in.zip", tmp_path / "out")
+        assert str(tmp_path) not in str(caught.value) and list((tmp_path / "out").iterdir()) == []
+
+
+def test_both_shipped_incidents_can_be_trusted_as_they_are():
+    for name in ("context-loss", "vllm-dsv32"):
+        assert Bundle(ROOT / "data/incidents" / name).problems() == []
 
 
 def test_damaged_zips_are_one_sentence(tmp_path):

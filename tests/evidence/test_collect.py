@@ -1,5 +1,11 @@
 """One read-only call shows everything the incident's engineer looked for, also what is not there."""
 
+import hashlib
+import http.server
+import shutil
+import subprocess
+import threading
+
 import pandas as pd
 import pytest
 from conftest import JOURNAL_REMOTE, MISSING, SOURCE
@@ -9,13 +15,17 @@ from needlework.evidence import (
     collect,
     compare_roles,
     compare_source,
+    compare_sources,
     effective,
     join_trials,
     load_plan,
     read_log,
     scan,
+    searched,
+    source_files,
+    units,
 )
-from needlework.evidence.hosts import COMMANDS
+from needlework.evidence.hosts import COMMANDS, argv_of
 from needlework.evidence.redaction import check
 
 PLAN = f"""
@@ -47,6 +57,35 @@ def collection(image, tmp_path_factory):
     path = tmp_path_factory.mktemp("plan") / "incident.toml"
     path.write_text(PLAN.replace("IMAGE", str(image)))
     return collect(load_plan(path))
+
+
+def test_the_empty_filter_is_explained_by_the_place_that_holds_the_words(collection):
+    table = searched(collection).set_index(["role", "place"])
+    assert table.loc[("prefill", "unit and drop-ins"), "hits"] == 2  # its arguments stand in the unit itself
+    assert table.loc[("decode", "wrapper script"), "hits"] == 2
+    assert "page-size" in table.loc[("decode", "wrapper script"), "found"]
+    assert table.loc[("router", "process environment"), ["lines", "hits"]].tolist() == [0, 0]
+    state = units(collection).set_index("role")["state"]
+    assert state.to_dict() == {"prefill": "active", "decode": "active", "router": "active", "combined": "inactive"}
+
+
+def test_source_files_are_known_by_size_date_and_digest_and_held_against_the_release(collection, image, tmp_path):
+    name = SOURCE.rsplit("/", 1)[-1]
+    files = source_files(collection)
+    files = files.set_index(files["path"].str.rpartition("/")[2])
+    came = files.loc[name]
+    text = (image / SOURCE.lstrip("/")).read_text()
+    assert came["bytes"] == len(text) and came["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    assert came["modified"] and files.loc["indexer.py", "state"] == "missing"
+    assert pd.isna(files.loc["indexer.py", "bytes"])
+    (tmp_path / "same.py").write_text(text)
+    (tmp_path / "other.py").write_text(text.replace("2048", "512"))
+    (same,) = compare_sources(collection, {name: "same.py"}, tmp_path)
+    (other,) = compare_sources(collection, {name: "other.py"}, tmp_path)
+    assert same.same and not other.same and (other.added, other.removed) == (1, 1) and "2048" in other._repr_html_()
+    for place in ("gone.py", "../../etc/hostname"):
+        with pytest.raises(ValueError, match="public copy"):
+            compare_sources(collection, {name: place}, tmp_path)
 
 
 def test_every_row_of_the_forensic_step_is_there(collection):
@@ -185,12 +224,62 @@ def test_only_readers_are_ever_run():
         ("[[hosts]]\n[[hosts.roles]]\nrole = 'drummer'", "role must be one of"),
         ("[window]\nlines = 10000000\n[[hosts]]", "lines must be"),
         ("surprise = 1", "unknown key"),
+        ("[[hosts]]\nroles = ['decode']", "must be a table"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\n[[hosts.roles]]\nrole = 'decode'", "named twice"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nunit = '--all'", "not a systemd unit name"),
+        ('[[hosts]]\n[[hosts.roles]]\nrole = "decode"\nunit = "a.service\\n"', "not a systemd unit name"),
+        ("[[hosts]]\nvia = 'ssh'\ntarget = 'a@-oProxyCommand'\n[[hosts.roles]]\nrole='decode'", "needs target"),
+        ('[[hosts]]\nvia = "ssh"\ntarget = "a\\n"\n[[hosts.roles]]\nrole="decode"', "needs target"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nfiles = ['/dev/zero']", "devices"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\nfiles = [3]", "absolute paths"),
+        ('[[hosts]]\nvia = "folder"\nfolder = "a\\u0000"\n[[hosts.roles]]\nrole="decode"', "not a path"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole = 'decode'\n[release]\nx = 3", "public copy"),
+        ("[window]\nsince = '--vacuum-size=1'\n[[hosts]]", "not a time"),
+        ("[window]\nlines = true\n[[hosts]]", "wrong type"),
+        ("[[hosts]]\ntimeout_s = nan\n[[hosts.roles]]\nrole = 'decode'", "timeout_s must be"),
+        ('name = "x\\u001b[31m"\n[[hosts]]', "name may hold"),
+        ("".join(f"[[hosts]]\nname='h{n}'\n[[hosts.roles]]\nrole='decode'\n" for n in range(2000)), "2,000 hosts"),
+        ("[[hosts]]\n" + "[[hosts.roles]]\nrole='decode'\n" * 50, "50 roles"),
+        ("[[hosts]]\n[[hosts.roles]]\nrole='decode'\nfiles=[" + "'/x'," * 1000 + "]", "1,000 files"),
+        (
+            "[[hosts]]\nname='A'\n[[hosts.roles]]\nrole='decode'\n[[hosts]]\nname='a'\n[[hosts.roles]]\nrole='decode'",
+            "share a name",
+        ),
+        ("a=" + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("#" * (2 << 20), "larger than"),
     ],
 )
 def test_a_bad_plan_is_one_sentence(tmp_path, text, sentence):
     (tmp_path / "incident.toml").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         load_plan(tmp_path / "incident.toml")
+
+
+def test_a_plan_that_is_a_folder_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_plan(tmp_path)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_pattern_in_an_endpoint_is_not_many_requests():
+    """curl reads [1-50] as fifty addresses unless it is told not to."""
+    asked = []
+
+    class Count(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Count) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/[1-50]/server_info"
+        subprocess.run(argv_of("http", url=url), capture_output=True, timeout=30, check=False)
+        server.shutdown()
+    assert len(asked) <= 1
 
 
 def test_a_link_out_of_a_saved_folder_is_not_followed(tmp_path):

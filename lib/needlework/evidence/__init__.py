@@ -2,10 +2,11 @@
 
 from needlework.evidence.bundle import Bundle, unzip
 from needlework.evidence.collect import Collection, collect
-from needlework.evidence.effective import compare_roles, effective
+from needlework.evidence.effective import compare_roles, effective, searched, units
 from needlework.evidence.plan import Plan, load_plan
 from needlework.evidence.redaction import Redactor, redact
-from needlework.evidence.scan import absences, compare_source, join_trials, read_log, scan
+from needlework.evidence.scan import absences, join_trials, read_log, scan
+from needlework.evidence.sources import compare_source, compare_sources, source_files
 
 __all__ = [
     "Bundle",
@@ -16,11 +17,15 @@ __all__ = [
     "collect",
     "compare_roles",
     "compare_source",
+    "compare_sources",
     "effective",
     "join_trials",
     "load_plan",
     "read_log",
     "redact",
     "scan",
+    "searched",
+    "source_files",
+    "units",
     "unzip",
 ]

@@ -5,19 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
 import tomllib
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from needlework.evidence import redaction
 
-PARTS = ("incident.toml", "evidence", "runs", "pages", "ledger.json", "digests.json", "README.md")
+PARTS = ("incident.toml", "evidence", "runs", "pages", "release", "ledger.json", "digests.json", "README.md")
 MAX_FILES = 5_000
 MAX_TOTAL_BYTES = 512 << 20
+MAX_LISTING_BYTES = 4 << 20
+MAX_NAME_CHARS = 300
+SAFE_PART = re.compile(r"[\w.+-][\w.+ -]{0,119}", re.ASCII)
+BUNDLE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")  # as `needlework run --incident` takes it
 MAX_RATIO = 200  # a real journal or page dump compresses far less
 TEXT_SUFFIXES = {"", ".json", ".jsonl", ".toml", ".md", ".txt", ".csv", ".py", ".sh", ".service", ".conf", ".log"}
 REQUIRED = {"title": str, "symptom": str, "date": str, "engine": str}
@@ -156,12 +162,14 @@ def unzip(archive: str | Path, folder: str | Path) -> Bundle:
     """
     archive, folder = Path(archive), Path(folder)
     try:
+        if archive.stat().st_size > MAX_TOTAL_BYTES or _listing_bytes(archive) > MAX_LISTING_BYTES:
+            raise ValueError(f"{archive.name} is refused: that is no incident bundle (too large, or too many entries)")
         opened = zipfile.ZipFile(archive)
     except (zipfile.BadZipFile, OSError):
         raise ValueError(f"{archive.name} is not a readable zip file") from None
     with opened as zipped:
+        name = _refuse_hostile(archive.name, zipped.infolist())
         entries = [entry for entry in zipped.infolist() if not entry.is_dir()]
-        name = _refuse_hostile(archive.name, entries)
         if (folder / name).exists():
             raise ValueError(f"{name} already exists in the target folder; nothing was overwritten")
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,37 +178,53 @@ def unzip(archive: str | Path, folder: str | Path) -> Bundle:
             for entry in entries:
                 _extract(zipped, entry, scratch)
             os.replace(scratch / name, folder / name)
-        except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, OSError) as error:
-            raise ValueError(f"{archive.name} could not be unpacked: {error}") from None
+        except OSError as error:
+            raise ValueError(f"{archive.name} could not be unpacked: {error.strerror}") from None
+        except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib.error):
+            raise ValueError(
+                f"{archive.name} could not be unpacked: an entry is damaged or not as its header says"
+            ) from None
+        except RuntimeError:
+            raise ValueError(f"{archive.name} could not be unpacked: it is encrypted") from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     return Bundle(folder / name)
+
+
+def _listing_bytes(archive: Path) -> int:
+    """Size of the zip's table of contents as its last record states it: a long one fills memory before it is judged."""
+    with archive.open("rb") as handle:
+        handle.seek(max(0, archive.stat().st_size - (1 << 16) - 22))
+        tail = handle.read()
+    at = tail.rfind(b"PK\x05\x06")
+    return int.from_bytes(tail[at + 12 : at + 16], "little") if at >= 0 else 0
 
 
 def _refuse_hostile(label: str, entries: list[zipfile.ZipInfo]) -> str:
     tops, seen = set(), set()
     for entry in entries:
         path = PurePosixPath(entry.filename)
-        if (
-            path.is_absolute()
-            or ".." in path.parts
-            or "\\" in entry.filename
-            or ":" in entry.filename
-            or "\0" in entry.filename
-        ):
+        outside = path.is_absolute() or ".." in path.parts or any(sign in entry.filename for sign in ("\\", ":", "\0"))
+        if outside:
             raise ValueError(f"{label} is refused: it holds a path that leads outside the folder")
-        if stat.S_ISLNK(entry.external_attr >> 16):
+        if len(entry.filename) > MAX_NAME_CHARS or not all(SAFE_PART.fullmatch(part) for part in path.parts):
+            raise ValueError(f"{label} is refused: it holds a file name that is too long or has strange characters")
+        kind = stat.S_IFMT(entry.external_attr >> 16)
+        if kind == stat.S_IFLNK:
             raise ValueError(f"{label} is refused: it holds a symbolic link")
-        if str(path) in seen:
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise ValueError(f"{label} is refused: it holds something that is neither a file nor a folder")
+        if str(path).lower() in seen:
             raise ValueError(f"{label} is refused: it holds the same path twice")
-        seen.add(str(path))
-        tops.add(path.parts[0] if len(path.parts) > 1 else "")
+        seen.add(str(path).lower())
+        if not entry.is_dir():
+            tops.add(path.parts[0] if len(path.parts) > 1 else "")
     total, packed = sum(e.file_size for e in entries), sum(e.compress_size for e in entries)
     if len(entries) > MAX_FILES or total > MAX_TOTAL_BYTES or (total > 1 << 20 and total > MAX_RATIO * max(1, packed)):
         size = f"{len(entries):,} files, {total:,} bytes from {packed:,}"
         raise ValueError(f"{label} is refused: that is no incident bundle ({size})")
-    if len(tops) != 1 or not (name := tops.pop()) or name.startswith("."):
-        raise ValueError(f"{label} is refused: a bundle is one folder, named after its incident")
+    if len(tops) != 1 or not BUNDLE_NAME.fullmatch(name := tops.pop()):
+        raise ValueError(f"{label} is refused: a bundle is one folder, named after its incident (a-z, 0-9, '-', '_')")
     return name
 
 

@@ -216,3 +216,41 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
         .drop(columns=["_w", "_r"])
         .reset_index(drop=True)
     )
+
+
+def units(collection: Collection) -> pd.DataFrame:
+    """One row per role with a unit: host, role, unit, state (systemd's), starts (the words of ExecStart)."""
+    rows = []
+    for item in collection.items:
+        if item["item"] != "unit-show":
+            continue
+        where = (item["host"], item["role"])
+        state = re.search(r"(?m)^ActiveState=(\S+)", collection.text(*where, "unit-show"))
+        starts = " ".join(exec_start(collection.text(*where, "unit-cat")))[:200]
+        rows.append((*where, item["unit"], state[1] if state else "unknown", starts))
+    return pd.DataFrame(rows, columns=["host", "role", "unit", "state", "starts"])
+
+
+def searched(collection: Collection, words: re.Pattern[str] = UNIT_FILTER) -> pd.DataFrame:
+    """What a search for `words` finds in each place that can set something, a row also where it finds nothing.
+
+    Columns: host, role, place ("unit and drop-ins", "wrapper script", "process environment", "command line", "what the
+    server says"), lines (that were searched), hits, found (the words, once each, at most 12).
+    """
+    places = {
+        "unit-cat": "unit and drop-ins",
+        "environ": "process environment",
+        "cmdline": "command line",
+        "http-server_info": "what the server says",
+    }
+    rows = []
+    for item in collection.items:
+        name = item["item"]
+        place = places.get(name) or ("wrapper script" if name.startswith("file:") and name.endswith(".sh") else None)
+        if place is None:
+            continue
+        lines = collection.text(item["host"], item["role"], name).splitlines()
+        hits = [line for line in lines if words.search(line)]
+        found = dict.fromkeys(match[0] for line in hits for match in words.finditer(line))
+        rows.append((item["host"], item["role"], place, len(lines), len(hits), ", ".join(list(found)[:12])))
+    return pd.DataFrame(rows, columns=["host", "role", "place", "lines", "hits", "found"])

@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "unit-cat": ("systemctl", "cat", "--no-pager", "--", "{unit}"),
     "journal": ("journalctl", "--no-pager", "-o", "json", "-n", "{lines}", "-u", "{unit}"),
-    "journal-since": ("journalctl", "--no-pager", "-o", "json", "-n", "{lines}", "--since", "{since}", "-u", "{unit}"),
+    "journal-since": ("journalctl", "--no-pager", "-o", "json", "-n", "{lines}", "--since={since}", "-u", "{unit}"),
     "environ": ("head", "-c", str(1 << 20), "--", "/proc/{pid}/environ"),
     "cmdline": ("head", "-c", str(1 << 20), "--", "/proc/{pid}/cmdline"),
     "stat": ("stat", "-c", "%s %Y", "--", "{path}"),
@@ -40,8 +40,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "gpu": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
     "packages": ("{python}", "-m", "pip", "freeze", "--disable-pip-version-check"),
      "http": (
-        "curl", "-sS", "--fail", "--max-time", "10", "--max-redirs", "0", "--max-filesize", str(MAX_HTTP_BYTES), "--",
-        "{url}",
+        "curl", "-sS", "--fail", "--globoff", "--max-time", "10", "--max-redirs", "0",
+        "--max-filesize", str(MAX_HTTP_BYTES), "--", "{url}",
     ),
 }  # fmt: skip
 

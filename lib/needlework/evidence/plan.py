@@ -11,8 +11,12 @@ ROLES = ("prefill", "decode", "router", "combined")
 VIA = ("local", "ssh", "folder")
 MAX_LOG_LINES = 200_000
 # What may stand in a command: it is quoted as well, but a strange name is more likely a mistake than a wish.
-UNIT_NAME = re.compile(r"^[A-Za-z0-9:_.@\\-]{1,255}$")
-SSH_TARGET = re.compile(r"^(?![-])[A-Za-z0-9._@-]{1,255}$")
+UNIT_NAME = re.compile(r"(?!-)[A-Za-z0-9:_.@\\-]{1,255}")
+SSH_TARGET = re.compile(r"(?!-)(?:[A-Za-z0-9._-]{1,64}@)?(?!-)[A-Za-z0-9._-]{1,255}")
+SINCE = re.compile(r"(?!-)[\w :.,+-]{1,60}")
+PLAN_NAME = re.compile(r"[\w .,()+-]{1,100}")
+# A plan is written by hand: more than these is a mistake, and would hold a reader up for hours.
+MAX_HOSTS, MAX_ROLES, MAX_FILES, MAX_PATH_CHARS, MAX_PLAN_BYTES = 500, 16, 200, 1024, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def load_plan(path: str | Path) -> Plan:
     """Read `incident.toml`. Raises ValueError with one sentence that names the place of a mistake."""
     path = Path(path)
     try:
+        if path.stat().st_size > MAX_PLAN_BYTES:
+            raise ValueError(f"{path.name} is larger than {MAX_PLAN_BYTES >> 20} MiB: that is no collection plan")
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(
@@ -68,20 +74,34 @@ def load_plan(path: str | Path) -> Plan:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid TOML: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path.name} is not valid TOML: it is nested too deeply") from None
+    except OSError as error:
+        raise ValueError(f"the collection plan {path.name} cannot be read: {error.strerror}") from None
     tables = ("window", "release", "incident", "lab", "workbook")
     _take(raw, {"name": str, "hosts": list, **dict.fromkeys(tables, dict)}, path.name)
     window = _take(raw.get("window", {}), {"lines": int, "since": str}, f"{path.name} [window]")
     lines = window.get("lines", 4000)
     if not 1 <= lines <= MAX_LOG_LINES:
         raise ValueError(f"{path.name} [window]: lines must be 1 to {MAX_LOG_LINES:,}, not {lines:,}")
+    since = window.get("since")
+    if since is not None and not SINCE.fullmatch(since):
+        raise ValueError(f"{path.name} [window]: since is not a time that journalctl reads, such as '2 hours ago'")
+    name = raw.get("name", path.parent.name)
+    if not PLAN_NAME.fullmatch(name):
+        raise ValueError(f"{path.name}: name may hold up to 100 letters, digits, blanks and '.,()+-_' only")
+    if len(raw.get("hosts", [])) > MAX_HOSTS:
+        raise ValueError(f"{path.name} names {len(raw['hosts']):,} hosts; at most {MAX_HOSTS} are asked at once")
     hosts = tuple(_host(entry, number, path) for number, entry in enumerate(raw.get("hosts", []), 1))
     if not hosts:
         raise ValueError(f"{path.name} names no [[hosts]]; at least one is needed")
-    names = [host.name for host in hosts]
+    names = [host.name.lower() for host in hosts]  # each becomes a folder, and some disks know no case
     if len(set(names)) != len(names):
         raise ValueError(f"{path.name}: two hosts share a name; names must differ")
-    release = {str(k): str(v) for k, v in raw.get("release", {}).items()}
-    return Plan(str(raw.get("name", path.parent.name)), hosts, lines, window.get("since"), release)
+    release = raw.get("release", {})
+    if not all(isinstance(value, str) for value in release.values()):
+        raise ValueError(f"{path.name} [release]: each file name needs the path of its public copy as a text")
+    return Plan(name, hosts, lines, since, dict(release))
 
 
 def _host(entry: dict, number: int, path: Path) -> Host:
@@ -97,35 +117,41 @@ def _host(entry: dict, number: int, path: Path) -> Host:
     if via not in VIA:
         raise ValueError(f"{where}: via must be one of {', '.join(VIA)}, not {via[:40]!r}")
     target, folder = entry.get("target"), entry.get("folder")
-    if via == "ssh" and not SSH_TARGET.match(target or ""):
+    if via == "ssh" and not SSH_TARGET.fullmatch(target or ""):
         raise ValueError(f"{where}: via = 'ssh' needs target, a host or alias of your ssh configuration")
     if via == "folder" and not folder:
         raise ValueError(f"{where}: via = 'folder' needs folder, a tree of files saved from that host")
+    if folder and ("\0" in folder or len(folder) > MAX_PATH_CHARS):
+        raise ValueError(f"{where}: folder is not a path")
     timeout_s = float(entry.get("timeout_s", 60.0))
     if not 0 < timeout_s <= 3600:
         raise ValueError(f"{where}: timeout_s must be above 0 and at most 3600")
+    if len(entry.get("roles", [])) > MAX_ROLES:
+        raise ValueError(f"{where}: has {len(entry['roles']):,} roles; at most {MAX_ROLES} are asked on one host")
     roles = tuple(_role(role, f"{where} role {n}") for n, role in enumerate(entry.get("roles", []), 1))
+    if len({role.role for role in roles}) != len(roles):
+        raise ValueError(f"{where}: a role is named twice; name the host twice, with one of the two in each")
     if not roles:
         raise ValueError(f"{where}: names no roles; add [[hosts.roles]] with role = one of {', '.join(ROLES)}")
     return Host(name, via, target, (path.parent / folder) if folder else None, timeout_s, roles)
 
 
 def _role(entry: dict, where: str) -> Role:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: must be a table")
     _take(entry, {"role": str, "unit": str, "endpoint": str, "files": list}, where)
     role, unit, endpoint, files = (entry.get(key) for key in ("role", "unit", "endpoint", "files"))
     if role not in ROLES:
         raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
-    if unit is not None and not UNIT_NAME.match(unit):
+    if unit is not None and not UNIT_NAME.fullmatch(unit):
         raise ValueError(f"{where}: unit is not a systemd unit name")
-    if endpoint is not None and not re.match(r"^https?://[^\s'\"]+$", endpoint):
+    if endpoint is not None and not re.fullmatch(r"https?://[^\s'\"\\\x00-\x1f]{1,500}", endpoint):
         raise ValueError(f"{where}: endpoint must be an http:// or https:// URL")
+    if len(files or []) > MAX_FILES:
+        raise ValueError(f"{where}: names {len(files or []):,} files; at most {MAX_FILES} are read")
     for file in files or []:
-        if (
-            not isinstance(file, str)
-            or not file.startswith("/")
-            or "\0" in file
-            or "\n" in file
-            or ".." in file.split("/")
-        ):
-            raise ValueError(f"{where}: files must be absolute paths without '..'")
+        if not isinstance(file, str) or not file.startswith("/") or len(file) > MAX_PATH_CHARS:
+            raise ValueError(f"{where}: files must be absolute paths")
+        if re.search(r"[\x00-\x1f]", file) or ".." in file.split("/") or file.startswith("/dev/"):
+            raise ValueError(f"{where}: files must be plain paths without '..', control characters or devices")
     return Role(role, unit, endpoint.rstrip("/") if endpoint else None, tuple(files or ()))

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -36,7 +33,11 @@ CATEGORIES: dict[str, re.Pattern[str]] = {
     "timeout": re.compile(r"(?i)\btimed? ?out\b|\btimeout\b"),
     "warning": re.compile(r"(?i)\bwarn(?:ing)?\b"),
     "error": re.compile(r"(?i)\berror\b|\bfatal\b|\bcritical\b"),
+    "chunk": re.compile(r"(?i)\bchunk(?:s|ed)?\b"),
+    "radix": re.compile(r"(?i)\bradix\b"),
+    "prefix": re.compile(r"(?i)\bprefix(?:es)?\b"),
 }
+TOPICS = ("warning", "chunk", "radix", "prefix")  # healthy engines speak of these too
 REQUEST_ID = re.compile(r"(?i)\b(?:rid|request[_ -]?id|req[_ -]?id)\b[=: '\"]+([A-Za-z0-9][\w.-]{5,80})")
 ENGINE_LOG = re.compile(
     r"(?i)sglang|vllm|uvicorn|HTTP/1\.[01]\"|prefill batch|decode batch|launch_server|needlework|cuda|torch"
@@ -167,38 +168,5 @@ def _foreign(log: pd.DataFrame, unit: str | None) -> Iterable[str]:
     if len(log) >= 5 and not engine.any():
         yield f"none of {len(log)} lines reads like an engine's log: it belongs to another service"
     named = scan(log).set_index("category")["count"]
-    if len(log) >= 20 and named.drop("warning").sum() == 0:
+    if len(log) >= 20 and named.drop(list(TOPICS)).sum() == 0:
         yield f"no line of {len(log)} names an error, abort, eviction or mismatch: the failure leaves no trace here"
-
-
-@dataclass(frozen=True)
-class SourceComparison:
-    """A deployed source file against the public release: digests, line counts, and a bounded unified diff."""
-
-    name: str
-    sha256: str
-    release_sha256: str
-    added: int
-    removed: int
-    diff: str
-
-    @property
-    def same(self) -> bool:
-        return self.sha256 == self.release_sha256
-
-    def __str__(self) -> str:
-        if self.same:
-            return f"{self.name}: identical to the release (sha256 {self.sha256[:12]})"
-        return f"{self.name}: differs from the release, {self.added} lines added and {self.removed} removed"
-
-
-def compare_source(name: str, deployed: str, release: str, max_diff_lines: int = 400) -> SourceComparison:
-    """Compare two texts of one file. Digests are of the UTF-8 text as given."""
-    lines = list(
-        difflib.unified_diff(release.splitlines(), deployed.splitlines(), "release", "deployed", lineterm="", n=2)
-    )
-    body = [line for line in lines if not line.startswith(("---", "+++"))]
-    added, removed = (sum(line.startswith(sign) for line in body) for sign in "+-")
-    shown = "\n".join(line[:300] for line in lines[:max_diff_lines])
-    digest = [hashlib.sha256(text.encode()).hexdigest() for text in (deployed, release)]
-    return SourceComparison(name, digest[0], digest[1], added, removed, shown)

@@ -19,7 +19,15 @@ NOT_SECRET = re.compile(
 NOT_HOST = re.compile(
     r"[\d.]+|(?:self|cls|args|cfg|config|model|np|torch|os|sys|threading|needlework)\..*|(?:node|host)-(?:[a-z]|\d{1,2})"
 )
-PUBLIC_HOSTS = {"github.com", "huggingface.co", "www.apache.org", "docs.vllm.ai", "docs.sglang.ai", "docs.python.org", "www.w3.org"}
+PUBLIC_HOSTS = {
+    "github.com",
+    "huggingface.co",
+    "www.apache.org",
+    "docs.vllm.ai",
+    "docs.sglang.ai",
+    "docs.python.org",
+    "www.w3.org",
+}
 COMMON_USERS = {"root", "nobody", "daemon", "bin", "sys", "www-data", "systemd", "user", "admin", "service", "ubuntu"}
 
 

@@ -10,16 +10,15 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from needlework.workbook import figures, incidents, render, runner, tables, verdict
+from needlework.workbook import incidents, origin, render, runner, tables, verdict
+from needlework.workbook.page_check import problems
 
-MAX_BYTES = 5_000_000
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # also for the browser tests: no sandbox for containers, nothing in the background
 BROWSER_FLAGS = [
@@ -29,6 +28,9 @@ BROWSER_FLAGS = [
 
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+__all__ = ["ReportError", "browser", "build", "page", "problems", "take_picture"]
 
 
 class ReportError(RuntimeError):
@@ -53,6 +55,7 @@ def build(plan: runner.Plan) -> Path:
         subtitle=_subtitle(plan, bundle),
         found=_summary(notebooks, bundle),
         missing=missing,
+        kind=_kind(plan),
     )
     wrong = problems(text, [stem for stem, _ in notebooks])
     if wrong:
@@ -65,15 +68,19 @@ def build(plan: runner.Plan) -> Path:
     return path
 
 
+def _kind(plan: runner.Plan) -> str:
+    """The kind of target that the notebooks were executed on."""
+    match = re.search(r"(?:^|=)(lab|vllm|recorded|https?)\b", plan.target or "lab")
+    return match[1] if match else "http"
+
+
 def _subtitle(plan: runner.Plan, bundle: incidents.Incident | None) -> str:
-    target = plan.target or (bundle.settings.get("workbook", {}).get("target") if bundle else None) or "lab"
-    kind = re.split(r"[:=,]", target)[0]
     words = {
-        "lab": "measured on the deployment in a box",
+        "lab": "measured on the deployment in a box, beside recordings",
         "vllm": "measured on vLLM on this machine",
         "recorded": "rebuilt from recordings, nothing was sent",
     }
-    return f"Incident {plan.incident}, {words.get(kind, 'measured on a live endpoint')}"
+    return f"Incident {plan.incident}, {words.get(_kind(plan), 'measured on a live endpoint')}"
 
 
 def _summary(
@@ -99,23 +106,31 @@ def page(
     subtitle: str,
     found: verdict.Summary | None,
     missing: Sequence[str] = (),
+    kind: str = "lab",
 ) -> str:
     """The report as text. notebooks: (stem, executed notebook) in reading order; missing: stems that were not
-    executed."""
+    executed; kind: the target that they were executed on."""
     entries, sections = [], []
+    origins = {stem[:2]: origin.origin(nb.metadata.get("needlework", {}), kind) for stem, nb in notebooks}
     for stem, nb in notebooks:
         number = stem[:2]
         name, question, body = render.notebook(nb, number)
         name = name or stem
         heading = f'<span class="number">{number}</span>{tables.escape(name)}'
-        entries.append(f'<li><a href="#nb{number}">{heading}</a><small>{tables.escape(question, 160)}</small></li>')
+        source = origins[number]
+        mark = f'<span class="origin {source.word}">{source.word}</span>' if source else ""
+        where = f'<p class="from">{mark} {tables.escape(source.text, 300)}</p>' if source else ""
+        entries.append(
+            f'<li><a href="#nb{number}">{heading}</a> {mark}<small>{tables.escape(question, 160)}</small></li>'
+        )
         sections.append(
             f'<section class="notebook" id="nb{number}" aria-labelledby="nb{number}-title">'
-            f'<h2 id="nb{number}-title">{heading}</h2>'
+            f'<h2 id="nb{number}-title">{heading}</h2>{where}'
             f"{body}{_stamp(nb, stem)}</section>"
         )
     css = resources.files("needlework.workbook").joinpath("page.css").read_text("utf-8") + render.code_css()
     name = tables.escape(title, 120)
+    half = _half_page(found, origin.overview(origins))
     lacking = f"<p>Not executed: {tables.escape(', '.join(missing), 400)}</p>" if missing else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -124,17 +139,19 @@ def page(
         f'<title>{name} · Needlework</title><link rel="icon" href="data:,"><style>{css}</style></head><body>'
         '<a class="skip" href="#main">Skip to the report</a>'
         f"<header><h1>{name}</h1><p>{tables.escape(subtitle, 200)}</p></header>"
-        '<div class="frame"><nav class="contents" aria-label="Contents"><strong>Contents</strong>'
+        f'<main class="frame" id="main" tabindex="-1">{half}'
+        '<nav class="contents" aria-label="Contents"><strong>Contents</strong>'
         f"<ol>{''.join(entries)}</ol>{lacking}</nav>"
-        f'<main id="main" tabindex="-1">{_half_page(found)}{"".join(sections)}</main></div></body></html>\n'
+        f'<div class="notebooks">{"".join(sections)}</div></main></body></html>\n'
     )
 
 
-def _half_page(found: verdict.Summary | None) -> str:
+def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
     if found is None:
         body = "<p>No verdict was reached: the notebooks that give one were not part of this run.</p>"
     else:
-        body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in found.rows()) + "</dl>"
+        rows = [*found.rows(), *([("Live or recorded", f"<p>{tables.escape(basis, 600)}</p>")] if basis else [])]
+        body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>"
     return (
         f'<section class="summary" aria-labelledby="summary-title"><h2 id="summary-title">Summary</h2>{body}</section>'
     )
@@ -152,129 +169,6 @@ def _stamp(nb: NotebookNode, stem: str) -> str:
         f"<p>Source {tables.escape(mark.get('source', 'unknown'), 16)}; {tables.escape(versions, 400)}.</p>"
         f"{listing}</details>"
     )
-
-
-# ---- the page's own check ----
-
-
-class _Reader(HTMLParser):
-    FORBIDDEN = frozenset(
-        (
-            "script",
-            "iframe",
-            "frame",
-            "object",
-            "embed",
-            "base",
-            "applet",
-            "form",
-            "audio",
-            "video",
-            "source",
-            "track",
-            "portal",
-        )
-    )
-    FETCHING = frozenset(
-        (
-            "src",
-            "srcset",
-            "poster",
-            "data",
-            "background",
-            "action",
-            "formaction",
-            "xlink:href",
-            "manifest",
-            "ping",
-            "imagesrcset",
-        )
-    )
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.found: list[str] = []
-        self.ids: set[str] = set()
-        self.headings: list[str] = []
-        self.landmarks: list[str] = []
-        self._within: str | None = None
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {k: v or "" for k, v in attrs}
-        if tag in self.FORBIDDEN:
-            self.found.append(f"a <{tag}> element")
-        for name, value in values.items():
-            compact = re.sub(r"[\s\x00-\x1f]", "", value).lower()
-            if name.startswith("on"):
-                self.found.append(f"an event handler {name[:20]} on <{tag}>")
-            elif name in self.FETCHING and not compact.startswith(("data:image/", "#")):
-                self.found.append(f"{name} of <{tag}> points outside: {value[:60]!r}")
-            elif name == "href" and not compact.startswith(
-                ("#", "data:,") if tag == "link" else ("#", "https://", "http://", "mailto:")
-            ):
-                self.found.append(f"href of <{tag}> is not a plain link: {value[:60]!r}")
-            elif name == "style":
-                self._css(value)
-        if tag == "meta" and values.get("http-equiv", "").lower() == "refresh":
-            self.found.append("a page refresh")
-        if tag == "img":
-            self._alt(values.get("alt"))
-        if (identity := values.get("id")) is not None:
-            if identity in self.ids:
-                self.found.append(f"two elements with the id {identity[:40]!r}")
-            self.ids.add(identity)
-        self._within = tag if tag in ("style", "h2") else self._within
-        if tag == "h2":
-            self.headings.append("")
-        if tag in ("main", "nav", "header"):
-            self.landmarks.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._within:
-            self._within = None
-
-    def handle_data(self, data: str) -> None:
-        if self._within == "style":
-            self._css(data)
-        elif self._within == "h2":
-            self.headings[-1] += data
-
-    def _css(self, text: str) -> None:
-        plain = re.sub(r"/\*.*?\*/|\s|\\", "", text, flags=re.S).lower()
-        if (
-            "@import" in plain
-            or re.search(r"url\((?![\"']?(?:data:|#))", plain)
-            or "expression(" in plain
-            or "image-set(" in plain
-        ):
-            self.found.append("a style that fetches something")
-
-    def _alt(self, alt: str | None) -> None:
-        try:
-            figures.check_alt(alt or "")
-        except ValueError as error:
-            self.found.append(f"a picture without useful alt text ({error})")
-
-
-def problems(text: str, stems: Sequence[str] = ()) -> list[str]:
-    """What keeps this page from being published: scripts, anything fetched, missing alt text, double ids, a lost
-    notebook, a bare widget, size."""
-    reader = _Reader()
-    reader.feed(text)
-    reader.close()
-    found = list(dict.fromkeys(reader.found))
-    if len(text.encode()) > MAX_BYTES:
-        found.append(f"the page has {len(text.encode()) / 1e6:.1f} MB, more than {MAX_BYTES / 1e6:.0f}")
-    for stem in stems:
-        heading = next((h for h in reader.headings if h.startswith(stem[:2])), None)
-        if heading is None or heading == stem[:2] + stem:
-            found.append(f"no title from notebook {stem}")
-    if sorted(reader.landmarks) != ["header", "main", "nav"]:
-        found.append("not exactly one header, nav and main")
-    bare = re.findall(
-        r"\b(?:VBox|HBox|IntSlider|SelectionSlider|Dropdown)\((?:children|description|options|value)=", text
-    )
-    return found + [f"a widget shown as text: {widget[:20]}" for widget in sorted(set(bare))]
 
 
 # ---- a picture of it ----

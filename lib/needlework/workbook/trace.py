@@ -16,7 +16,7 @@ from typing import Any
 _opened: set[str] = set()
 _data: str = ""
 # what a change in these cannot alter: how the notebooks are executed, written and rendered
-NOT_OUTPUT = {"trace", "writer", "runner", "report", "render", "cli"}
+NOT_OUTPUT = {"trace", "writer", "runner", "execution", "report", "origin", "page_check", "render", "cli"}
 
 
 def begin(root: str) -> None:

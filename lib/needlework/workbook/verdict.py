@@ -49,7 +49,7 @@ class Summary:
 
 def summary(*, symptom: str, verdict: str, evidence: Iterable[str], confidence: str, next_step: str) -> Summary:
     """The verdict notebook's result; displayed there, and taken from its output to the top of the report."""
-    lines = (evidence,) if isinstance(evidence, str) else tuple(map(str, evidence))
+    lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(map(str, evidence)))  # each said once
     return Summary(str(symptom), str(verdict), lines, str(confidence), str(next_step))
 
 
@@ -58,7 +58,7 @@ def from_mapping(values: Mapping[str, Any]) -> Summary | None:
     if not isinstance(values, Mapping) or not values.get("verdict"):
         return None
     evidence = values.get("evidence") or ()
-    lines = (evidence,) if isinstance(evidence, str) else tuple(plain(e, 400) for e in evidence)
+    lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(plain(e, 400) for e in evidence))
     symptom, verdict, _, confidence, next_step = (str(values.get(f) or "not recorded") for f in FIELDS)
     return Summary(symptom, verdict, lines, confidence, next_step)
 
