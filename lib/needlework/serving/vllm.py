@@ -46,6 +46,7 @@ QUIET = {
 SERVER = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; 8,192 tokens of this model take 0.2
     "VLLM_SERVER_DEV_MODE": "1",  # /server_info and /reset_prefix_cache
+    "OMP_WAIT_POLICY": "PASSIVE",  # threads that wait for each other by spinning take a busy machine's cores
     "UCX_TLS": "all",
     "UCX_LOG_LEVEL": "error",
 }
