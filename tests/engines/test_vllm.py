@@ -100,6 +100,7 @@ def test_a_direct_request_transfers_nothing(target, pair):
 
 
 def test_nothing_is_left_when_the_parent_is_killed():
+    before = set(Path("/dev/shm").iterdir())
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE)
     family = until(lambda: found if len(found := descendants(parent.pid)) >= 2 else set(), 60)
     time.sleep(3)  # the server is importing; its workers come later, and must not be needed for it to end
@@ -107,6 +108,7 @@ def test_nothing_is_left_when_the_parent_is_killed():
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert until(lambda: not any(alive(pid) for pid in family), vllm.GRACE_S + 10), "the engine outlived its parent"
+    assert not set(Path("/dev/shm").iterdir()) - before, "segments are left in shared memory"
 
 
 def until(condition, timeout_s: float):

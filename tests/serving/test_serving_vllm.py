@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 from needlework import workbook
-from needlework.processes import free_port
+from needlework.processes import Child, free_port, stop
 from needlework.serving import vllm
 
 
@@ -80,6 +81,30 @@ def test_the_guard_ends_the_whole_group_when_its_pipe_ends(tmp_path, grace):
     process.kill()
     process.wait()
     assert until(lambda: not any(map(running, pids)), 10)
+
+
+HOLDER = """
+import multiprocessing, sys, time
+from multiprocessing import resource_tracker, shared_memory
+block = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(block._name, "shared_memory")  # as a worker whose tracker was killed with it
+print(block.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_group_leaves_in_shared_memory_is_removed(tmp_path):
+    mine = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        child = Child("x", [sys.executable, "-m", "needlework.processes", "{watch}", "0", sys.executable, "-c", HOLDER])
+        name = until(lambda: child.read_log().decode().strip(), 30)
+        assert name and (Path("/dev/shm") / name).exists()
+        stop([child], 10)
+        assert not (Path("/dev/shm") / name).exists(), "the segment of the killed program is still there"
+        assert (Path("/dev/shm") / mine.name).exists(), "another program's segment was removed"
+    finally:
+        mine.close()
+        mine.unlink()
 
 
 def test_ports_for_slow_programs_lie_outside_the_range_of_outgoing_connections():

@@ -115,7 +115,7 @@ def model() -> Path:
 def missing() -> str | None:
     """Why the engine cannot start here, as one sentence; None when it is set up."""
     if not python().exists() or not (model() / "config.json").exists():
-        return "the vLLM engine is not set up here; run `make engine` first (2.3 GB, a few minutes)"
+        return "the vLLM engine is not set up here; run `make engine` first (3.2 GB, about five minutes)"
     return None
 
 
