@@ -24,7 +24,9 @@ import triton.language as tl  # isort: skip
 if TYPE_CHECKING:
     from .layout import Layout
 
-VALUES_A_PROGRAM = 4096  # 32 a thread: four to eight loads in flight, then 16-byte stores of neighbouring threads
+# 16 values a thread, the fastest of 15 settings on an H200: loads in flight, then wide stores of neighbouring threads
+VALUES_A_PROGRAM = 1024
+WARPS = 2
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def values(layout: Layout, pool: Tensor, page_tokens: int, out: Tensor) -> None:
     own. The caller has checked shapes and that pages start at multiples of 4 bytes (`Layout.values`).
     """
     names, grid = launch(layout, page_tokens, len(pool))
-    _values_kernel[(grid,)](pool, out, len(pool) * page_tokens, pool.stride(0), **names)
+    _values_kernel[(grid,)](pool, out, len(pool) * page_tokens, pool.stride(0), num_warps=WARPS, **names)
 
 
 def launch(layout: Layout, page_tokens: int, pages: int) -> tuple[dict[str, int | str], int]:
