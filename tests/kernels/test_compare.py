@@ -56,7 +56,7 @@ def test_a_selection_may_swap_ties_and_order_but_not_lose_a_winner():
 
     assert hold(0, 2, 1).passed and hold(3, 0, 2).passed
     lost = hold(0, 1, 3)
-    assert not lost.passed and "1 winners dropped, the first is position 2 (rank 2" in lost.detail
+    assert not lost.passed and "1 winners dropped, the best is position 2 (rank 2" in lost.detail
     assert "twice" in hold(0, 0, 2).detail and "past the length" in hold(0, 2, 7).detail
     assert "positions where" in hold(0, 2, -1).detail
 

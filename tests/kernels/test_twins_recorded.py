@@ -35,19 +35,20 @@ def test_recorded_block_sizes_are_the_defaults(on_an_h200):
         if "config" not in row:
             continue
         batch, width = shape_of(shape)
+        layout = f"{shape.split()[0]}-mla-fp8"
         default = {
             "indexer_logits": lambda b, w: triton_index.logits_config(b, w, 132),
             "select_topk": lambda b, w: triton_topk.topk_config(b),
-            "sparse_mla_decode": lambda b, w: triton_mla.decode_config(b, w, device),
+            "sparse_mla_decode": lambda b, w, of=layout: triton_mla.decode_config(b, w, device, of),
         }[operation](batch, width)
         assert default == row["config"], (operation, shape)
         compared += 1
-    assert compared == 9
+    assert compared == 10
 
 
 def test_recorded_bars_follow_from_the_recorded_times():
     judged = [row for row in ROWS if "bar" in row]
-    assert len(judged) == 9
+    assert len(judged) == 11
     for row in judged:
         ratio = OURS[row["operation"], row["shape"]]["median_us"] / row["median_us"]
         assert row["ours_over_this"] == pytest.approx(ratio, abs=2e-3)

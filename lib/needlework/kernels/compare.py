@@ -177,12 +177,14 @@ def compare_topk(got: Tensor, logits: Tensor, lengths: Tensor, k: int, page_tabl
         scores = logits[b, :length].detach().cpu()
         best = torch.topk(scores, want)
         if not torch.equal(scores[valid].sort(descending=True).values, best.values):
-            missing = sorted(set(best.indices.tolist()) - set(valid.tolist()))
-            lost = int((best.values > scores[valid].min()).sum()) - int((scores[valid] > scores[valid].min()).sum())
-            first = next(p for p in missing if float(scores[p]) > float(scores[valid].min()))
+            below = torch.nan_to_num(scores, nan=torch.inf)  # torch.topk takes NaN for the largest
+            last, mine, theirs = below[best.indices].min(), below[valid], below[best.indices]
+            lost = max(int((mine < last).sum()), int((theirs > last).sum()) - int((mine > last).sum()))
+            missing = sorted(set(best.indices.tolist()) - set(valid.tolist()), key=lambda p: (-float(below[p]), p))
+            first = missing[0]
             page = "" if page_table is None else f", page {int(page_table[b, first // page_tokens])}"
             rank = int((scores > scores[first]).sum()) + 1
             first_lost = f"position {first} (rank {rank}, score {float(scores[first]):.6g}{page})"
-            detail = f"{max(lost, 1)} winners dropped, the first is {first_lost}"
+            detail = f"{lost} winners dropped, the best is {first_lost}"
             return _failed(what, EXACT, detail, where)
     return Comparison(what, True, 0.0, 0.0, EXACT, "every row", "")

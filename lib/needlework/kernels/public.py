@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from needlework.kernels import public_triton
+from needlework.kernels.public_triton import only, package_file
+
 Function = Callable[..., Any]
 
 
@@ -41,22 +44,6 @@ class Public:
         if self.needs_cuda and not torch.cuda.is_available():
             return "not here: it needs a CUDA device"
         return ""
-
-
-def package_file(package: str, relative: str) -> Path:
-    """A file inside an installed package, without importing it. Raises ValueError where it is not there."""
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        path = Path(folder) / relative
-        if path.exists():
-            return path
-    raise ValueError(f"the installed {package} has no {relative}; this adapter was written for another version")
-
-
-def only(condition: bool, what: str) -> None:
-    """Refuse what a kernel does not take."""
-    if not condition:
-        raise ValueError(f"this kernel takes {what}")
 
 
 def footer_view(pool: Tensor, page_tokens: int) -> Tensor:
@@ -220,4 +207,17 @@ PUBLIC = {
         _topk(2), "sglang 0.5.23 kernels/jit/csrc/deepseek_v4/topk_v2.cuh", also=("tvm_ffi",)),
     "sglang-merge-state": Public("merge_partials", "sglang", "sglang==0.5.23 (--no-deps is enough)", _merge_state,
         "sglang 0.5.23 kernels/ops/attention/merge_state.py", needs_cuda=False, also=("triton",)),
+    "sglang-act-quant": Public("store_index_keys", "sglang", "sglang==0.5.23 (--no-deps is enough)",
+        public_triton.sglang_act_quant, "sglang 0.5.23 kernels/ops/quantization/act_quant_triton.py", also=("triton",)),
+    "sglang-transform-index": Public("select_topk", "sglang", "sglang==0.5.23 (--no-deps is enough)",
+        public_triton.sglang_transform_index, "sglang 0.5.23 kernels/ops/attention/dsa/transform_index.py",
+        needs_cuda=False, also=("triton",)),
+    "sglang-sparse-mla": Public("sparse_mla_decode", "sglang", "sglang==0.5.23 (--no-deps is enough)",
+        public_triton.sglang_sparse_mla, "sglang 0.5.23 kernels/ops/attention/dsa/triton_sparse_mla_prefill.py",
+        also=("triton",)),
+    "vllm-sparse-mla": Public("sparse_mla_decode", "vllm", "vllm==0.23.0 (--no-deps is enough)",
+        public_triton.vllm_sparse_mla, "vllm 0.23.0 models/deepseek_v4/xpu/xpu_sparse_decode_fp8.py", also=("triton",)),
+    "vllm-merge-attn-states": Public("merge_partials", "vllm", "vllm==0.23.0 (--no-deps is enough)",
+        public_triton.vllm_merge, "vllm 0.23.0 v1/attention/ops/triton_merge_attn_states.py", needs_cuda=False,
+        also=("triton",)),
 }  # fmt: skip

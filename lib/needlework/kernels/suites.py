@@ -14,6 +14,7 @@ from needlework.kernels.reference import rope_frequencies
 SIZES = ("small", "full")
 STRIDED = "inputs that are slices of wider buffers"
 OTHER_LAYOUT = "another page layout"
+SINK = "a sink"
 _TOPICS = {
     "tied": "ties",
     "equal": "ties",
@@ -125,10 +126,11 @@ def _decode(full: bool, s: int) -> Iterator[Case]:
     yield DecodeCase("equal entries", s + 8, data="equal", covers=("ties",))
     yield DecodeCase("scores past exp's range", s + 9, data="large", covers=("overflow",))
     yield DecodeCase("each tile its own magnitude", s + 10, data="outlier", covers=("scale",))
-    yield DecodeCase("sink", s + 11, sink="random", covers=("sink",))
-    yield DecodeCase("sink of -inf", s + 12, sink="-inf", covers=("sink",))
-    yield DecodeCase("sink of +inf", s + 13, sink="+inf", covers=("sink",))
-    yield DecodeCase("sink and holes only", s + 14, sink="random", holes=1.1, keys=64, covers=("sink", "empty row"))
+    yield DecodeCase("sink", s + 11, sink="random", covers=("sink",), optional=SINK)
+    yield DecodeCase("sink of -inf", s + 12, sink="-inf", covers=("sink",), optional=SINK)
+    yield DecodeCase("sink of +inf", s + 13, sink="+inf", covers=("sink",), optional=SINK)
+    yield DecodeCase("sink and holes only", s + 14, sink="random", holes=1.1, keys=64, covers=("sink", "empty row"),
+                     optional=SINK)  # fmt: skip
     yield DecodeCase("window and compressed cache", s + 15, extra_keys=192, sink="random", covers=("two caches",),
                      optional="a second cache")  # fmt: skip
     yield DecodeCase("two caches with other page sizes", s + 16, page_tokens=256, extra_keys=64, extra_page_tokens=2,
@@ -142,7 +144,8 @@ def _decode(full: bool, s: int) -> Iterator[Case]:
     yield DecodeCase("V3.2 rows", s + 22, layout="v32-mla-fp8", holes=0.2, covers=("layouts",), optional=OTHER_LAYOUT)
     yield DecodeCase("V4.1 rows", s + 23, layout="v41-mla-fp8", covers=("layouts",), optional=OTHER_LAYOUT)
     if full:
-        yield DecodeCase("many rows", s + 24, batch=64, keys=512, holes=0.1, sink="random", covers=("batch",))
+        yield DecodeCase("many rows", s + 24, batch=64, keys=512, holes=0.1, sink="random", covers=("batch",),
+                         optional=SINK)  # fmt: skip
         yield DecodeCase("2,048 entries", s + 25, batch=3, keys=2048, covers=("lengths",))
 
 

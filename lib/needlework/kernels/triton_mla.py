@@ -292,10 +292,16 @@ def _plan(
             f"{layout} needs q [B, H, {width}] and indices [B, K], got {tuple(q.shape)} and {tuple(indices.shape)}"
         )
     check_pool(pool, LAYOUTS[layout].page_bytes(page_tokens), 16)
-    return dict(config or decode_config(q.shape[0] * triton.cdiv(q.shape[1], 64), indices.shape[1], q.device))
+    programs = q.shape[0] * triton.cdiv(q.shape[1], 64)
+    return dict(config or decode_config(programs, indices.shape[1], q.device, layout))
 
 
-def decode_config(programs: int, entries: int, device: torch.device) -> dict[str, int]:
+# V3.2 with many rows, and how many programs a multiprocessor gets, as measured on an H200
+V32_CONFIG = {"BLOCK": 128, "HALVES": 1, "STAGES": 1, "num_warps": 8}
+V32_PROGRAMS = 1
+
+
+def decode_config(programs: int, entries: int, device: torch.device, layout: str = "v4-mla-fp8") -> dict[str, int]:
     """Block and split counts for `programs` (rows x blocks of 64 heads) over `entries` indices each."""
     if INTERPRETED:
         return {"BLOCK": 128, "SPLITS": 1 if entries <= 128 else 2, "HALVES": 1, "STAGES": 1}
@@ -306,5 +312,8 @@ def decode_config(programs: int, entries: int, device: torch.device) -> dict[str
     if programs * 8 <= processors:  # few rows: one block of entries a program
         splits = max(1, min(triton.cdiv(entries, 64), processors // (2 * programs)))
         return {"BLOCK": 64, "SPLITS": splits, "HALVES": 2, "STAGES": 2, "num_warps": 4}
+    if layout == "v32-mla-fp8":
+        most = triton.cdiv(entries, V32_CONFIG["BLOCK"])
+        return {**V32_CONFIG, "SPLITS": max(1, min(most, V32_PROGRAMS * processors // programs))}
     splits = max(1, min(triton.cdiv(entries, 128), processors // programs))
     return {"BLOCK": 128, "SPLITS": splits, "HALVES": 1, "STAGES": 1, "num_warps": 8}
