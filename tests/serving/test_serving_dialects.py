@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
+from needlework.serving.cached import chat
 from needlework.serving.capabilities import Capabilities
-from needlework.serving.dialects import chat, count_tokens, flush, probe, read_metrics
+from needlework.serving.counts import count_tokens
+from needlework.serving.dialects import flush, probe, read_metrics
 from needlework.serving.gauges import read_gauges
 
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -61,8 +63,10 @@ def test_dynamo_names_both_workers_and_its_flush_is_not_believed():
 
 def test_a_pair_that_calls_transferred_tokens_cached_is_seen_through():
     with mock_endpoint("vllm", transfers=True) as mock:
-        alone = run(probe(Endpoint(mock.base_url)))
+        blind = Endpoint(mock.base_url)
+        alone = run(probe(blind))
         assert not alone.cached_tokens and any("was never sent is reported as cached" in n for n in alone.notes)
+        assert run(chat(blind, HELLO, alone=True, max_tokens=1)).cached_tokens is None
         endpoint = Endpoint(mock.base_url, cache_url=mock.base_url)
         found = run(probe(endpoint))
         assert found.cached_tokens and found.cached_by == "counter" and found.salt == "cache_salt"

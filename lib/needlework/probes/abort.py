@@ -64,7 +64,9 @@ def abort(
     with common.bench("abort", endpoint, run) as bench:
         bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=common.seed)
         with bench.until_stopped():
-            common.begin(bench, base, (a for place in places for a in group_of(place, 0).values()))
+            spare, tokens = 1 + (TRIES - 1) * len(places) * 4, length + (TRIES - 1) * len(places) * 4 * length
+            asks = (a for place in places for a in group_of(place, 0).values())
+            common.begin(bench, base, asks, spare=spare, spare_tokens=tokens)
             if how == "call" and bench.capabilities.abort_path is None:
                 raise ValueError("this endpoint has no abort route; use how='disconnect'")
             pace = _pace(bench, base, common.arm, rows)
@@ -112,7 +114,7 @@ async def _interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str)
     prompt = await bench.build(victim)
     for role in ("bystander", "after"):
         await bench.build(group[role])
-    bench.count_sent(prompt)
+    bench.count(prompt.counted_tokens)
     before = await _gauges(bench.endpoint)
     bystander = asyncio.create_task(bench.trial(group["bystander"]))
     row = bench.row(victim, prompt) | {"outcome": "cut", "prompt_tokens": prompt.counted_tokens}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, resolve, with_seed
-from .controls import control_asks, run_controls
+from .controls import again_at_most, control_asks, run_controls
 from .instrument import Common, instrument
 from .journal import Journal
 from .result import Result, finish, hit, outcomes, share
@@ -74,7 +74,8 @@ def compare_arms(
         )
         everything = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
         with first.until_stopped():
-            first.plan([*checks[names[0]], *checks[names[1]], *everything])
+            again, tokens = again_at_most([*checks[names[0]], *checks[names[1]]])
+            first.plan([*checks[names[0]], *checks[names[1]], *everything], spare=again, spare_tokens=tokens)
             for name in names:
                 judged = run_controls(benches[name], checks[name]) if checks[name] else None
                 if judged is not None and not judged.passed and not failed:

@@ -45,7 +45,7 @@ class Plan:
     """
 
     lengths: tuple[int, ...] = (384, 768, 1536, 3072, 6144, 12288)
-    depths: tuple[float, ...] = (0.1, 0.5, 0.9)
+    depths: tuple[float, ...] = (0.0, 0.5, 0.9)  # the very first place tells an edge in position from one in length
     arm_lengths: tuple[int, ...] = (2048, 4096, 8192)
     aa_pairs: int = 8
     residue_start: int = 3000

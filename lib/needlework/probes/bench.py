@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from needlework.serving.capabilities import Capabilities
 
 from . import rows
 from .asks import Ask, Confirm, Prepare, Row, Stopped, Target, resolve
-from .budget import Budget, Limits, Speed
+from .budget import Budget, Limits, Meter, Speed
 from .builder import Builder
 from .journal import Journal
 from .progress import Status, Watch, open_watch
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from .controls import Controls
 
 MAX_CONSECUTIVE_FAILURES = 8
+SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
+SLACK_SHARE = 1.15  # lengths that are estimated until the server has counted them
 LENGTH_WARNING = "prompt length differs from what was sent (see the error column); the axis shows the server's count"
 
 
@@ -76,9 +77,10 @@ class Bench:
         self.owns_journal = journal is None and recorded is None
         self.probe, self.arm, self.thinking, self.tolerance = probe, arm, thinking, tolerance
         self.limits, self.confirm = limits or Limits(), confirm
+        self.meter = builder.meter if builder is not None else Meter(self.limits)  # one for both arms
         self.budget: Budget | None = None
         self.speed = Speed()
-        self.sent = self.sent_tokens = self.planned = 0
+        self.sent = self.planned = 0
         self.used: dict[str, None] = {}  # ids of this instrument's trials, in order
         self.warnings: dict[str, None] = {}
         self.stopped = ""  # why the instrument ended early
@@ -90,7 +92,6 @@ class Bench:
             builder._followers.append(self)
         self._values: dict[str, str] = {}
         self._failures = 0
-        self._started = time.perf_counter()
         self._progress = progress
         self._watch: Watch | None = None
         self._ready = False
@@ -108,23 +109,31 @@ class Bench:
         if not self.replay:
             self.journal.note(parameters={f"{self.probe}{'/' + self.arm if self.arm else ''}": parameters})
 
-    def plan(self, asks: Iterable[Ask], more: int = 0, more_tokens: int = 0) -> Budget:
-        """Budget of what is still to be sent: `asks` known now and at most `more` later ones.
+    def plan(
+        self, asks: Iterable[Ask], more: int = 0, more_tokens: int = 0, *, spare: int = 0, spare_tokens: int = 0
+    ) -> Budget:
+        """Announce the budget: `asks` known now, `more` usual later ones and `spare` ones that a bad course may need.
+        From then on nothing is sent beyond it, to this endpoint or to those of benches that build with this one.
 
         Raises Stopped when it is not confirmed, ValueError when it passes the limit on money.
         """
         asks = list(asks)
-        todo = [a for a in asks if not self._known(a)]
-        requests = len(todo) + more
-        tokens = sum(a.prompt.target_tokens for a in todo) + more_tokens
+        todo = [a for a in asks if not self.holds(a)]
+        requests = len(todo) + more + spare
+        tokens = sum(a.prompt.target_tokens for a in todo) + more_tokens + spare_tokens
         self.planned = len(asks) + more
         if requests and not self.replay:
-            run_coroutine(self._prepare())
+            for bench in (self, *self._followers):
+                run_coroutine(bench._prepare())
+        tokens += SLACK_TOKENS * requests
+        if not self.replay and requests and self.capabilities.tokenize == "usage":
+            tokens = round(tokens * SLACK_SHARE)  # lengths are estimates here
         self.budget = Budget(requests, tokens, self.speed.minutes(requests, tokens), self.limits.cost_of(tokens))
         if requests and not self.replay:
             self.budget.check(self.limits)
             if self.confirm is not None and not self.confirm(self.budget):
                 raise Stopped("not confirmed; nothing was sent")
+            self.meter.announce(self.budget)
         return self.budget
 
     def ask(self, asks: Iterable[Ask], *, concurrency: int = 1, prepare: Prepare | None = None) -> list[Row]:
@@ -136,7 +145,7 @@ class Bench:
         asks = list(asks)
         for a in asks:
             self.remember(a)
-        missing = [a for a in asks if not self._known(a)]
+        missing = [a for a in asks if not self.holds(a)]
         if missing and self.replay:
             a = missing[0]
             raise ValueError(
@@ -253,7 +262,6 @@ class Bench:
 
         async def worker() -> None:
             for a in queue:  # shared: every worker takes the next one
-                self._stop_if_over()
                 await self._one(a, prepare)
 
         try:
@@ -274,12 +282,12 @@ class Bench:
                 f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
                 f"of {limit} tokens; ask for shorter prompts"
             )
+        self.count(prompt.counted_tokens)
         row = self.row(a, prompt)
-        self.sent += 1
-        self.sent_tokens += prompt.counted_tokens
         row |= await rows.exchange(
             self.endpoint, a, prompt, self._values, thinking=self.thinking, tolerance=self.tolerance, prepare=prepare
         )
+        self.meter.correct(prompt.counted_tokens, row["prompt_tokens"])
         self.journal.append(row)
         if row["outcome"] == "transport":
             self._failures += 1
@@ -308,19 +316,16 @@ class Bench:
         self.used.setdefault(row["trial_id"])
         return row
 
-    def count_sent(self, prompt: Prompt) -> None:
-        """For instruments that send themselves: the budget's limits count what they send."""
-        self._stop_if_over()
-        self.sent += 1
-        self.sent_tokens += prompt.counted_tokens
-
-    def _known(self, a: Ask) -> bool:
-        return self.journal.get(a.trial_id, final=self.replay) is not None
-
-    def _stop_if_over(self) -> None:
-        minutes = (time.perf_counter() - self._started) / 60
-        if reason := self.limits.reached(self.sent, self.sent_tokens, minutes):
+    def count(self, tokens: int) -> None:
+        """Enter a request of so many prompt tokens that is sent now; raises Stopped when it is one too many."""
+        if reason := self.meter.refused(tokens):
             raise Stopped(reason)
+        self.meter.count(tokens)
+        self.sent += 1
+
+    def holds(self, a: Ask) -> bool:
+        """Is this trial in the journal already?"""
+        return self.journal.get(a.trial_id, final=self.replay) is not None
 
     def _show(self) -> None:
         if self._watch is not None:

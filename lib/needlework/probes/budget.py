@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 
@@ -34,7 +35,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget:
-    """What is still to be sent. `minutes` is None before two calibration requests were timed."""
+    """What may still be sent, at most: the bench stops there. `minutes` is an estimate for that many, None before two
+    calibration requests were timed.
+    """
 
     requests: int
     prompt_tokens: int
@@ -47,12 +50,53 @@ class Budget:
             raise ValueError(f"the run would cost about {self.cost:.2f}, more than the limit of {limits.cost:.2f}")
 
     def __str__(self) -> str:
-        parts = [f"{self.requests} requests at most", f"{self.prompt_tokens:,} prompt tokens"]
+        parts = [f"{self.requests} requests at most", f"{self.prompt_tokens:,} prompt tokens at most"]
         if self.minutes is not None:
-            parts.append("under a minute" if self.minutes < 1 else f"about {self.minutes:.0f} minutes")
+            parts.append("under a minute" if self.minutes < 1 else f"about {self.minutes:.0f} minutes for all of them")
         if self.cost is not None:
             parts.append(f"about {self.cost:.2f} at the given price")
         return ", ".join(parts)
+
+
+@dataclass
+class Meter:
+    """Counts what one instrument sends, to one endpoint or several, and holds it to its limits and to its budget.
+
+    A request is entered with the tokens that it was built with and corrected by the server's own count.
+    """
+
+    limits: Limits
+    requests: int = 0
+    prompt_tokens: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    _ends: tuple[int, int] | None = None  # requests and tokens at which the announced budget is used up
+    _budget: Budget | None = None
+
+    def announce(self, budget: Budget) -> None:
+        """From here on at most this much."""
+        self._budget, self._ends = budget, (self.requests + budget.requests, self.prompt_tokens + budget.prompt_tokens)
+
+    def refused(self, tokens: int) -> str | None:
+        """Why a further request of `tokens` may not be sent, in words, or None."""
+        minutes = (time.perf_counter() - self.started) / 60
+        if reason := self.limits.reached(self.requests, self.prompt_tokens, minutes):
+            return reason
+        if self._ends is None or self._budget is None:
+            return None
+        if self.requests + 1 > self._ends[0]:
+            return f"stopped at the announced {self._budget.requests} requests"
+        if self.prompt_tokens + tokens > self._ends[1]:
+            return f"stopped before passing the announced {self._budget.prompt_tokens:,} prompt tokens"
+        return None
+
+    def count(self, tokens: int) -> None:
+        self.requests += 1
+        self.prompt_tokens += tokens
+
+    def correct(self, tokens: int, realised: int | None) -> None:
+        """The server has counted `realised` tokens where `tokens` were entered."""
+        if realised is not None:
+            self.prompt_tokens += realised - tokens
 
 
 @dataclass

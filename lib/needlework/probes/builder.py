@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from needlework.serving import Endpoint, TransportError, dialects
+from needlework.serving import Endpoint, TransportError, counts
 
 from .fitting import Ratio, build
 from .journal import Journal
@@ -48,7 +48,7 @@ class Builder:
         sha = digest([found.model, found.tokenize, messages], 32)
         count = self.journal.count(sha)
         if count is None:
-            count = await dialects.count_tokens(self.endpoint, messages)
+            count = await counts.count_tokens(self.endpoint, messages)
             if count is None:
                 raise TransportError("the tokenize route gave no count")
             self.journal.add_count(sha, count)
@@ -56,7 +56,7 @@ class Builder:
             if self._overhead is None:
                 hello = [{"role": "user", "content": "Hello."}]
                 reply = await self.endpoint.chat(hello, max_tokens=1, fields=found.fields())
-                bare = await dialects.count_tokens(self.endpoint, hello)
+                bare = await counts.count_tokens(self.endpoint, hello)
                 self._overhead = max(0, (reply.prompt_tokens or bare or 0) - (bare or 0))
             count += self._overhead
         return count

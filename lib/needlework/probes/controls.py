@@ -48,6 +48,11 @@ def control_asks(probe: str, base: PromptSpec, *, arm: str = "", concurrency: in
     return [Ask(probe, s, arm=arm, concurrency=concurrency, label="control") for s in seeded]
 
 
+def again_at_most(asks: list[Ask]) -> tuple[int, int]:
+    """(requests, prompt tokens) of controls that are asked once more because the line failed."""
+    return len(asks), sum(a.prompt.target_tokens for a in asks)
+
+
 def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
     """Send the controls (or read them back) and judge them."""
     rows = bench.ask(asks)

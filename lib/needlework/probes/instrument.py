@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .asks import Ask, Confirm, Target
 from .bench import Bench
 from .budget import Limits
-from .controls import control_asks, run_controls
+from .controls import again_at_most, control_asks, run_controls
 from .progress import Watch
 from .specs import PromptSpec
 
@@ -52,11 +52,13 @@ class Common:
         return Bench(endpoint, run, probe=probe, **{**own, **more})
 
     def begin(
-        self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0
-    ) -> bool:
-        """Show the budget of `asks` and `more` later ones, then send the controls; False when the controls failed."""
+        self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0,
+        spare: int = 0, spare_tokens: int = 0,
+    ) -> bool:  # fmt: skip
+        """Show the budget of `asks` and later ones (see `Bench.plan`), then send the controls; False when they failed."""
         checks = control_asks(bench.probe, base, arm=self.arm) if self.controls else []
-        bench.plan([*checks, *asks], more, more_tokens)
+        again, tokens = again_at_most(checks)
+        bench.plan([*checks, *asks], more, more_tokens, spare=spare + again, spare_tokens=spare_tokens + tokens)
         bench.judged = run_controls(bench, checks) if checks else None
         return bench.judged is None or bench.judged.passed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Mapping
 
-from needlework.serving import Endpoint, Reply, TransportError, dialects
+from needlework.serving import Endpoint, Reply, TransportError, cached
 
 from .asks import Ask, Prepare, Row
 from .grade import grade
@@ -54,7 +54,7 @@ async def exchange(
     try:
         if prepare is not None:
             messages, more = await prepare(a, prompt, endpoint)
-        reply = await dialects.chat(
+        reply = await cached.chat(
             endpoint, messages, alone=a.concurrency == 1, max_tokens=a.max_tokens, temperature=a.temperature,
             logprobs=found.logprobs, fields=found.fields(salt=salt, thinking=thinking),
         )  # fmt: skip

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from .result import Result, finish, outcomes, share
 SHAPES = ("tell_ask", "tell_talk_ask", "interrupted")
 MODES = ("continue", "resend")
 KEPT_REPLY = 2000  # characters of a generated turn that are kept for a resume
+REPLY_TOKENS = KEPT_REPLY // 2  # of a prompt that holds a long generated turn, at most
+TALK_TOKENS = 64  # what an earlier turn adds to the notes
 
 
 @instrument()
@@ -69,9 +72,12 @@ def turns(
     with common.bench("turns", endpoint, run) as bench:
         bench.note(shapes=list(shapes), length=length, depth=depth, repeats=repeats, seed=common.seed)
         with bench.until_stopped():
-            common.begin(bench, common.spec(length), (a for pair in pairs for a in pair))
+            asks = [a for pair in pairs for a in pair]
+            earlier = sum(first.turn - 1 for first, _ in pairs if not bench.holds(first))  # turns before the question
+            tokens = earlier * (length + TALK_TOKENS) + len(asks) * REPLY_TOKENS
+            common.begin(bench, common.spec(length), asks, spare=earlier, spare_tokens=tokens)
             for first, second in pairs:
-                (told,) = bench.ask([first], prepare=_continue)
+                (told,) = bench.ask([first], prepare=functools.partial(_continue, bench.count))
                 rows.append(told)
                 history = json.loads(told.get("history") or "[]")
                 rows += bench.ask([second], prepare=_resend(history))
@@ -82,8 +88,14 @@ def turns(
         return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by))
 
 
-async def _continue(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:
-    """Play the earlier turns live; the generated replies stay in the history as the server will read them again."""
+async def _continue(
+    count: Callable[[int], None], ask: Ask, prompt: Prompt, endpoint: Endpoint
+) -> tuple[Messages, dict[str, Any]]:
+    """Play the earlier turns live; the generated replies stay in the history as the server will read them again.
+    count: enters each of them into the budget before it is sent.
+    """
+    tokens = prompt.counted_tokens + TALK_TOKENS
+    count(tokens)
     body, _, question = prompt.text.rpartition("\n\n")
     shape = ask.label.split("/")[0]
     replies: list[str] = []
@@ -96,6 +108,7 @@ async def _continue(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messa
     messages.append(_assistant(replies[0]))
     if shape == "tell_talk_ask":
         messages.append({"role": "user", "content": _TALK})
+        count(tokens)
         replies.append((await endpoint.chat(messages, max_tokens=16)).text)
         messages.append(_assistant(replies[1]))
     messages.append({"role": "user", "content": _last(shape, question)})

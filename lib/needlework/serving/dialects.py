@@ -9,16 +9,15 @@ llama.cpp `tools/server/README.md`, dynamo `lib/llm/src/http/service/`, sglang `
 from __future__ import annotations
 
 import asyncio
-import secrets
-from dataclasses import replace
 from typing import Any
 
+from .attempts import PROBE_TIMEOUT_S, attempt
+from .cached import accepted_salt, cached_source
 from .capabilities import THINKING_OFF, Capabilities
+from .counts import tokenize_form
 from .endpoint import Endpoint
 from .gauges import context_length, read_gauges
 from .replies import Message, Reply, TransportError, parse_json
-
-PROBE_TIMEOUT_S = 30.0
 
 
 async def probe(endpoint: Endpoint) -> Capabilities:
@@ -35,12 +34,12 @@ async def probe(endpoint: Endpoint) -> Capabilities:
     hello: list[Message] = [{"role": "user", "content": "Hello."}]
     first = await endpoint.chat(hello, max_tokens=4, stream=True)  # must work; everything below is optional
     marks, info, metrics_text = await asyncio.gather(_marks(endpoint), _info(endpoint), _metrics_text(endpoint))
-    form, path = await _tokenize_form(endpoint, model, hello)
+    form, path = await tokenize_form(endpoint, model, hello)
     notes: list[str] = []
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
-    source = await _cached_source(endpoint, notes)
-    salt = await _accepted_field(endpoint, source, ("cache_salt", "extra_key"), notes)
+    source = await cached_source(endpoint, notes)
+    salt = await accepted_salt(endpoint, source, ("cache_salt", "extra_key"), notes)
     thinking, thinks = await _thinking(endpoint, hello, first)
     engine = _engine(marks, metrics_text)
     found = Capabilities(
@@ -66,55 +65,9 @@ async def probe(endpoint: Endpoint) -> Capabilities:
     return found
 
 
-async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | None:
-    """Tokens of the whole request as the server's template renders it; None when no tokenise route answers.
-
-    The text form counts the contents without the template; the caller learns the template's share from usage.
-    """
-    found = endpoint.capabilities or await probe(endpoint)
-    if found.tokenize_path is None:
-        return None
-    if found.tokenize == "chat":
-        body = {"model": found.model, "messages": messages, "add_generation_prompt": True}
-        body |= {k: v for k, v in found.fields().items() if k == "chat_template_kwargs"}
-    else:
-        body = _text_body(found.tokenize_path, found.model, "\n".join(m["content"] for m in messages))
-    base = endpoint.tokenizer_url or endpoint.base_url
-    return _count(await endpoint.post_json(found.tokenize_path, body, base=base))
-
-
 async def read_metrics(endpoint: Endpoint) -> dict[str, float | None]:
     """The quantities of METRICS as this server offers them; None where it does not."""
     return read_gauges(await _metrics_text(endpoint))
-
-
-async def chat(endpoint: Endpoint, messages: list[Message], *, alone: bool, **options: Any) -> Reply:
-    """`endpoint.chat`, with cached tokens from the source that was found to be right. alone: no other request is under
-    way, as a counter needs it; without it such an endpoint's cached tokens are not known.
-    """
-    if endpoint.capabilities.cached_by == "usage":
-        return await endpoint.chat(messages, **options)
-    if not alone:
-        return replace(await endpoint.chat(messages, **options), cached_tokens=None)
-    return await _counted(endpoint, messages, **options)
-
-
-async def _counted(endpoint: Endpoint, messages: list[Message], **options: Any) -> Reply:
-    before = await _cache_hits(endpoint)
-    reply = await endpoint.chat(messages, **options)
-    after = await _cache_hits(endpoint)
-    found = None if before is None or after is None else round(after - before)
-    if found is not None and not 0 <= found <= (reply.prompt_tokens or 0):
-        found = None  # somebody else's request, or a restart, is in the difference
-    return replace(reply, cached_tokens=found)
-
-
-async def _cache_hits(endpoint: Endpoint) -> float | None:
-    """Tokens that the prefix cache at `cache_url` has served so far; None where it does not tell."""
-    if endpoint.cache_url is None:
-        return None
-    text = await _try(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=endpoint.cache_url))
-    return read_gauges(text or "")["cached_tokens"]
 
 
 async def flush(endpoint: Endpoint) -> None:
@@ -139,13 +92,6 @@ async def flush(endpoint: Endpoint) -> None:
 # ---- single questions ----
 
 
-async def _try(awaitable: Any) -> Any:
-    try:
-        return await awaitable
-    except TransportError:
-        return None
-
-
 def _card(models: Any, name: str | None) -> dict[str, Any]:
     rows = models.get("data") if isinstance(models, dict) else None
     rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -163,7 +109,7 @@ def _card(models: Any, name: str | None) -> dict[str, Any]:
 async def _marks(endpoint: Endpoint) -> dict[str, Any]:
     """Routes that only one family has. Several marks, because single ones mislead (TensorRT-LLM also has /version)."""
     routes = {"sglang": "/model_info", "sglang_old": "/get_model_info", "version": "/version", "llama": "/props"}
-    bodies = await asyncio.gather(*(_try(endpoint.get_json(p, timeout_s=PROBE_TIMEOUT_S)) for p in routes.values()))
+    bodies = await asyncio.gather(*(attempt(endpoint.get_json(p, timeout_s=PROBE_TIMEOUT_S)) for p in routes.values()))
     marks = {name: body for name, body in zip(routes, bodies, strict=True) if isinstance(body, dict)}
     if "sglang_old" in marks:
         marks.setdefault("sglang", marks.pop("sglang_old"))
@@ -174,7 +120,7 @@ async def _marks(endpoint: Endpoint) -> dict[str, Any]:
 
 async def _info(endpoint: Endpoint) -> dict[str, Any]:
     for path in ("/server_info", "/get_server_info"):
-        body = await _try(endpoint.get_json(path, timeout_s=PROBE_TIMEOUT_S))
+        body = await attempt(endpoint.get_json(path, timeout_s=PROBE_TIMEOUT_S))
         if isinstance(body, dict):
             return body
     return {}
@@ -182,7 +128,7 @@ async def _info(endpoint: Endpoint) -> dict[str, Any]:
 
 async def _metrics_text(endpoint: Endpoint) -> str:
     base = endpoint.metrics_url or endpoint.base_url
-    return await _try(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=base)) or ""
+    return await attempt(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=base)) or ""
 
 
 def _engine(marks: dict[str, Any], metrics: str) -> str:
@@ -213,96 +159,8 @@ def _flush_path(marks: dict[str, Any], engine: str) -> str | None:
     return "/flush_cache" if "sglang" in marks else None
 
 
-def _text_body(path: str, model: str, text: str) -> dict[str, Any]:
-    if path.endswith("#content"):  # llama.cpp
-        return {"content": text, "add_special": False}
-    return {"model": model, "prompt": text, "add_special_tokens": False}
-
-
-def _count(body: Any) -> int | None:
-    if not isinstance(body, dict):
-        return None
-    count, tokens = body.get("count"), body.get("tokens")
-    if isinstance(count, list):  # a batch of one
-        count = count[0] if len(count) == 1 else None
-    if isinstance(count, int) and not isinstance(count, bool):
-        return count
-    return len(tokens) if isinstance(tokens, list) else None
-
-
-async def _tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) -> tuple[str, str | None]:
-    base = endpoint.tokenizer_url or endpoint.base_url
-    longer: list[Message] = [{"role": "user", "content": "Hello. " * 40}]
-    for path in ("/tokenize", "/v1/tokenize"):
-        counts = []
-        for messages in (hello, longer):
-            body = {"model": model, "messages": messages, "add_generation_prompt": True}
-            counts.append(_count(await _try(endpoint.post_json(path, body, base=base, timeout_s=PROBE_TIMEOUT_S))))
-        # a route that ignores `messages` counts an empty prompt: the longer text must count more
-        if counts[0] and counts[1] and counts[1] >= counts[0] + 39:
-            return "chat", path
-    for path in ("/tokenize", "/v1/tokenize", "/_internal/tokenize", "/tokenize#content"):
-        short, long = (_text_body(path, model, m[0]["content"]) for m in (hello, longer))
-        counts = [
-            _count(await _try(endpoint.post_json(path, body, base=base, timeout_s=PROBE_TIMEOUT_S)))
-            for body in (short, long)
-        ]
-        if counts[0] and counts[1] and counts[1] >= counts[0] + 39:
-            return "text", path
-    return "usage", None
-
-
-async def _cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
-    """Who tells the truth on cached tokens: "usage", "counter", or nobody.
-
-    A text that was never sent cannot be cached. The decode server of a pair reports it as cached all the same, because
-    its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
-    server that computes prompts can tell.
-    """
-    fresh = _lamps(secrets.token_hex(8))
-    reply = await _try(endpoint.chat(fresh, max_tokens=1))
-    if reply is None or reply.cached_tokens is None:
-        notes.append("cached tokens are not reported, so warm and cold cannot be proved")
-        return None
-    if 2 * reply.cached_tokens < (reply.prompt_tokens or 0):
-        return "usage"
-    if await _cache_hits(endpoint) is not None:
-        return "counter"
-    notes.append(
-        "a text that was never sent is reported as cached (a decode server counts what it was sent), so warm and cold "
-        "cannot be proved; name the prefill server as cache_url"
-    )
-    return None
-
-
-def _lamps(first: str) -> list[Message]:
-    """A text that fills some pages of any prefix cache; `first` makes it another one."""
-    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * 120}]
-
-
-async def _accepted_field(
-    endpoint: Endpoint, source: str | None, names: tuple[str, ...], notes: list[str]
-) -> str | None:
-    """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
-    if source is None:
-        return None
-    text, send = _lamps("twice"), _counted if source == "counter" else Endpoint.chat
-    await _try(send(endpoint, text, max_tokens=1))
-    again = await _try(send(endpoint, text, max_tokens=1))
-    if again is None or not again.cached_tokens:
-        notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
-        return None
-    for name in names:
-        # a salt used in an earlier probe would be warm already
-        salted = await _try(send(endpoint, text, max_tokens=1, fields={name: secrets.token_hex(8)}))
-        if salted is not None and salted.cached_tokens is not None and salted.cached_tokens < again.cached_tokens:
-            return name
-    notes.append("no salt field is honoured; cold prompts start with a new first line instead")
-    return None
-
-
 async def _has_logprobs(endpoint: Endpoint, hello: list[Message]) -> bool:
-    reply = await _try(endpoint.chat(hello, max_tokens=2, logprobs=True))
+    reply = await attempt(endpoint.chat(hello, max_tokens=2, logprobs=True))
     return reply is not None and bool(reply.token_logprobs)
 
 
@@ -310,7 +168,7 @@ async def _names_worker(endpoint: Endpoint, hello: list[Message], first: Reply) 
     """Whether the answer names its workers when asked to in Dynamo's way; not asked where it names them anyway."""
     if first.worker is not None:
         return False
-    reply = await _try(endpoint.chat(hello, max_tokens=1, fields={"nvext": {"extra_fields": ["worker_id"]}}))
+    reply = await attempt(endpoint.chat(hello, max_tokens=1, fields={"nvext": {"extra_fields": ["worker_id"]}}))
     return reply is not None and reply.worker is not None
 
 
@@ -319,7 +177,7 @@ async def _thinking(endpoint: Endpoint, hello: list[Message], first: Reply) -> t
     if not first.reasoning and not first.text.lstrip().startswith("<think"):
         return None, False
     for name, value in THINKING_OFF.items():
-        reply = await _try(endpoint.chat(hello, max_tokens=4, fields={name: value}))
+        reply = await attempt(endpoint.chat(hello, max_tokens=4, fields={name: value}))
         if reply is not None and not reply.reasoning and not reply.text.lstrip().startswith("<think"):
             return name, False
     return None, True

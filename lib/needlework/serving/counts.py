@@ -1,0 +1,67 @@
+"""Tokens of a request as the server counts them: the routes differ, and some take messages where others take text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .attempts import PROBE_TIMEOUT_S, attempt
+from .endpoint import Endpoint
+from .replies import Message
+
+
+async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | None:
+    """Tokens of the whole request as the server's template renders it; None when no tokenise route answers.
+
+    The text form counts the contents without the template; the caller learns the template's share from usage. The
+    endpoint must have been probed.
+    """
+    found = endpoint.capabilities
+    if found.tokenize_path is None:
+        return None
+    if found.tokenize == "chat":
+        body = {"model": found.model, "messages": messages, "add_generation_prompt": True}
+        body |= {k: v for k, v in found.fields().items() if k == "chat_template_kwargs"}
+    else:
+        body = _text_body(found.tokenize_path, found.model, "\n".join(m["content"] for m in messages))
+    base = endpoint.tokenizer_url or endpoint.base_url
+    return _count(await endpoint.post_json(found.tokenize_path, body, base=base))
+
+
+async def tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) -> tuple[str, str | None]:
+    """(form, route) that counts: "chat" or "text", else ("usage", None)."""
+    base = endpoint.tokenizer_url or endpoint.base_url
+    longer: list[Message] = [{"role": "user", "content": "Hello. " * 40}]
+    for path in ("/tokenize", "/v1/tokenize"):
+        counts = []
+        for messages in (hello, longer):
+            body = {"model": model, "messages": messages, "add_generation_prompt": True}
+            counts.append(_count(await attempt(endpoint.post_json(path, body, base=base, timeout_s=PROBE_TIMEOUT_S))))
+        # a route that ignores `messages` counts an empty prompt: the longer text must count more
+        if counts[0] and counts[1] and counts[1] >= counts[0] + 39:
+            return "chat", path
+    for path in ("/tokenize", "/v1/tokenize", "/_internal/tokenize", "/tokenize#content"):
+        short, long = (_text_body(path, model, m[0]["content"]) for m in (hello, longer))
+        counts = [
+            _count(await attempt(endpoint.post_json(path, body, base=base, timeout_s=PROBE_TIMEOUT_S)))
+            for body in (short, long)
+        ]
+        if counts[0] and counts[1] and counts[1] >= counts[0] + 39:
+            return "text", path
+    return "usage", None
+
+
+def _text_body(path: str, model: str, text: str) -> dict[str, Any]:
+    if path.endswith("#content"):  # llama.cpp
+        return {"content": text, "add_special": False}
+    return {"model": model, "prompt": text, "add_special_tokens": False}
+
+
+def _count(body: Any) -> int | None:
+    if not isinstance(body, dict):
+        return None
+    count, tokens = body.get("count"), body.get("tokens")
+    if isinstance(count, list):  # a batch of one
+        count = count[0] if len(count) == 1 else None
+    if isinstance(count, int) and not isinstance(count, bool):
+        return count
+    return len(tokens) if isinstance(tokens, list) else None
