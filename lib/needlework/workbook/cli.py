@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from needlework.evidence import Bundle
 from needlework.workbook import incidents, report, runner, writer
@@ -80,6 +81,7 @@ def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
         settings = bundle.settings.get("workbook", {})
         # a bare `needlework run` measures; an incident asked for by name is rebuilt as it says
         default = settings.get("target") if incident or name != incidents.DEFAULT else None
+        _check_settings(name, settings)
         return runner.Plan(
             root,
             name,
@@ -88,6 +90,17 @@ def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
             settings=settings.get("parameters", {}),
         )
     return runner.Plan(root, name, target)
+
+
+def _check_settings(name: str, settings: dict[str, Any]) -> None:
+    """The [workbook] table of an incident that somebody sent: a wrong type is one sentence, not a traceback."""
+    notebooks, parameters = settings.get("notebooks", []), settings.get("parameters", {})
+    if not isinstance(settings.get("target", ""), str):
+        raise ValueError(f"incident {name}: [workbook] target must be a text")
+    if not isinstance(notebooks, list) or not all(isinstance(n, str) for n in notebooks):
+        raise ValueError(f"incident {name}: [workbook] notebooks must be a list of notebook names")
+    if not isinstance(parameters, dict) or not all(isinstance(p, dict) for p in parameters.values()):
+        raise ValueError(f"incident {name}: [workbook.parameters.<notebook>] must be tables of parameters")
 
 
 def _refuse_to_overwrite(plan: runner.Plan, names: list[str]) -> None:

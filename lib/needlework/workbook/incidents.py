@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT = "context-loss"
+UNFINISHED = ".part"  # ends the name of a run that is being recorded
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
@@ -68,12 +69,20 @@ class Incident:
 
     @property
     def run_names(self) -> list[str]:
-        return sorted(str(p.parent.relative_to(self.runs)) for p in self.runs.rglob("trials.jsonl"))
+        found = (p.parent for p in self.runs.rglob("trials.jsonl"))
+        return sorted(str(p.relative_to(self.runs)) for p in found if not p.name.endswith(UNFINISHED))
 
     @property
     def settings(self) -> dict[str, Any]:
         """incident.toml as a dictionary, empty when there is none."""
-        return tomllib.loads(self.toml.read_text("utf-8")) if self.toml.is_file() else {}
+        try:
+            found = tomllib.loads(self.toml.read_text("utf-8")) if self.toml.is_file() else {}
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"incident {self.name}: incident.toml is not valid TOML: {str(error)[:200]}") from None
+        for table in ("incident", "lab", "workbook"):
+            if not isinstance(found.get(table, {}), dict):
+                raise ValueError(f"incident {self.name}: [{table}] in incident.toml must be a table")
+        return found
 
     def load_ledger(self) -> dict[str, Any]:
         """ledger.json as a dictionary, empty when the incident has none yet."""

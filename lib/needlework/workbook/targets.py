@@ -330,9 +330,10 @@ def _recorded(named: Mapping[str, str], spec: str, bundle: incidents.Incident | 
 
 
 def _own_run(bundle: incidents.Incident | None) -> str:
-    """The run recorded by the notebook that asks (the runner tells its name), else the incident's first."""
+    """The run recorded by the notebook that asks (the runner tells its name, or Jupyter its path), else the incident's
+    first."""
     names = (bundle or incidents.incident()).run_names
-    own = os.environ.get("NEEDLEWORK_NOTEBOOK", "")
+    own = os.environ.get("NEEDLEWORK_NOTEBOOK") or Path(os.environ.get("JPY_SESSION_NAME", "")).stem
     if not names:
         raise TargetError("this incident holds no recorded run; give recorded:<folder of a run>, or a live target")
     return own if own in names else names[0]
