@@ -24,6 +24,7 @@ ROLES = ("bystander", "after", "followup")
 SETTLE_S = 10.0
 TRIES = 3  # of one abort, each with prompts of its own and half the waiting time, while the answer comes first
 AGAIN = 1000
+SHORTEST_BYSTANDER = 512  # tokens
 
 
 @instrument()
@@ -64,7 +65,8 @@ def abort(
     with common.bench("abort", endpoint, run) as bench:
         bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=common.seed)
         with bench.until_stopped():
-            spare, tokens = 1 + (TRIES - 1) * len(places) * 4, length + (TRIES - 1) * len(places) * 4 * length
+            spare = 1 + (TRIES - 1) * len(places) * (1 + len(ROLES))  # the calm request, and aborts that came too late
+            tokens = spare * max(length, SHORTEST_BYSTANDER)
             asks = (a for place in places for a in group_of(place, 0).values())
             common.begin(bench, base, asks, spare=spare, spare_tokens=tokens)
             if how == "call" and bench.capabilities.abort_path is None:
@@ -95,7 +97,7 @@ def _ask(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how:
     kind = "victim" if role == "followup" else role
     spec = with_seed(base, i, r, ("victim", "bystander", "after").index(kind))
     if role == "bystander":  # long enough to be under way when the victim is dropped
-        spec = replace(spec, target_tokens=max(512, base.target_tokens // 2))
+        spec = replace(spec, target_tokens=max(SHORTEST_BYSTANDER, base.target_tokens // 2))
     warm = "warm" if role == "followup" else "cold"
     return Ask("abort", spec, arm=arm, repeat=r, label=f"{role}/{stage}/{how}", cache=warm, concurrency=2)
 
@@ -128,16 +130,17 @@ async def _interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str)
 
 async def _drop(endpoint: Endpoint, messages: list, victim: Ask, pace: float, how: str) -> dict[str, Any]:
     stage = victim.label.split("/")[1]
-    first = asyncio.Event()
+    first, sent = asyncio.Event(), asyncio.Event()
     rid = f"needlework-{victim.trial_id}"
     fields = {"rid": rid} if how == "call" else {}
-    sending = asyncio.create_task(endpoint.chat(messages, max_tokens=256, on_first_token=first, fields=fields))
+    sending = asyncio.create_task(
+        endpoint.chat(messages, max_tokens=256, on_sent=sent, on_first_token=first, fields=fields)
+    )
     delay = STAGES[stage]
-    if delay is None:
-        waiting = asyncio.create_task(first.wait())
-        await asyncio.wait({sending, waiting}, timeout=20 * pace + 30, return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-    else:
+    waiting = asyncio.create_task((first if delay is None else sent).wait())
+    await asyncio.wait({sending, waiting}, timeout=20 * pace + 30, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if delay is not None:  # counted from when the request has left: what never arrived cannot be aborted
         await asyncio.wait({sending}, timeout=max(0.01, delay * pace))
     if sending.done():  # the answer was faster than the abort
         with contextlib.suppress(TransportError):

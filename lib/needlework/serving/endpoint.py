@@ -108,12 +108,14 @@ class Endpoint:
         stream: bool = True,
         logprobs: bool = False,
         fields: dict[str, Any] | None = None,
+        on_sent: asyncio.Event | None = None,
         on_first_token: asyncio.Event | None = None,
     ) -> Reply:
         """Send one chat completion and return its reply; raises TransportError.
 
         `stream=True` gives the time to the first token. `fields` are added to the body as they are. Cancelling the
-        awaiting task closes the connection, which serving engines treat as an abort.
+        awaiting task closes the connection, which serving engines treat as an abort; `on_sent` is set when the request
+        has left, so that there is something to abort.
         """
         body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature}
         if seed is not None:
@@ -122,7 +124,7 @@ class Endpoint:
             body["logprobs"] = True
         body.update(self.extra)
         body.update(fields or {})
-        return await self._generate("/v1/chat/completions", body, stream, on_first_token)
+        return await self._generate("/v1/chat/completions", body, stream, on_first_token, on_sent)
 
     async def complete(
         self,
@@ -147,16 +149,19 @@ class Endpoint:
             self.model = name
         return self.model
 
-    async def _generate(self, path: str, body: dict[str, Any], stream: bool, first: asyncio.Event | None) -> Reply:
+    async def _generate(
+        self, path: str, body: dict[str, Any], stream: bool, first: asyncio.Event | None,
+        sent: asyncio.Event | None = None,
+    ) -> Reply:  # fmt: skip
         body = {"model": await self.resolve_model(), **body}
         started = time.perf_counter()
         if not stream:
-            raw, headers = await self._fetch("POST", path, body)
+            raw, headers = await self._fetch("POST", path, body, sent=sent)
             return read_completion(parse_json(raw), headers, time.perf_counter() - started, self.scrub)
         body["stream"] = True
         body.setdefault("stream_options", {"include_usage": True})
         parts = EventStream(self.scrub, started, first)
-        async with self._open("POST", path, body) as (response, chunks):
+        async with self._open("POST", path, body, sent=sent) as (response, chunks):
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 raw = b"".join([chunk async for chunk in chunks])
                 # some servers ignore "stream"; their single body is a valid answer without a first-token time
@@ -180,14 +185,18 @@ class Endpoint:
         timeout_s: float | None = None,
         base: str | None = None,
         accept: tuple[int, ...] = (200,),
+        sent: asyncio.Event | None = None,
     ) -> AsyncIterator[tuple[httpx.Response, AsyncIterator[bytes]]]:
         limit_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 content = None if body is None else json.dumps(body).encode()
                 headers = {} if content is None else {"content-type": "application/json"}
+                extensions = {} if sent is None else {"trace": _telling(sent)}
+                if sent is not None and self._transport is not None:
+                    sent.set()  # a transport of the caller's own traces nothing
                 async with self._client().stream(
-                    method, (base or self.base_url) + path, content=content, headers=headers
+                    method, (base or self.base_url) + path, content=content, headers=headers, extensions=extensions
                 ) as response:
                     if response.headers.get("content-encoding", "identity") not in ("identity", ""):
                         raise TransportError(
@@ -258,6 +267,16 @@ class Endpoint:
                 raise TransportError("the API key holds characters that cannot be sent in a header") from None
             self._clients[loop] = client
         return client
+
+
+def _telling(sent: asyncio.Event) -> Any:
+    """A trace for httpx that sets `sent` when the body of the request has gone out."""
+
+    async def trace(name: str, _: dict[str, Any]) -> None:
+        if name.endswith("send_request_body.complete"):
+            sent.set()
+
+    return trace
 
 
 def _limits(connections: int) -> httpx.Limits:
