@@ -163,6 +163,7 @@ def start(
 def _server(role: str, port: int, number: int, scratch: Path, max_model_len: int, more: tuple[str, ...]) -> Child:
     core = sorted(os.sched_getaffinity(0))[number % len(os.sched_getaffinity(0))]
     environment = QUIET | SERVER | _folders(scratch / role) | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(home() / "build" / "engine-cache")  # a minute of C++ a start otherwise
     command = ["vllm.entrypoints.openai.api_server", "--model", str(model()), "--served-model-name", MODEL_NAME]
     command += ["--host", LOOPBACK, "--port", str(port), "--max-model-len", str(max_model_len), "--enforce-eager"]
     command += ["--enable-prompt-tokens-details", *more]
