@@ -197,7 +197,7 @@ def test_limits_stop_and_a_later_run_goes_on(tmp_path):
             probes.recall(mock.base_url, lengths=(4000,), limits=Limits(cost=0.001, price=1.0))
         seen = []
         refused = probes.recall(mock.base_url, **SMALL, confirm=lambda b: seen.append(b) or False)
-        assert "not confirmed" in str(refused) and seen[0].requests == 10 and seen[0].minutes is not None
+        assert "not confirmed" in str(refused) and seen[0].requests == 14 and seen[0].minutes is not None
 
 
 def test_a_dead_endpoint_stops_soon(tmp_path):
@@ -222,7 +222,7 @@ def test_command_line(tmp_path, capsys):
             main([*argv, "--price", "2"])
         assert main([*argv, "--price", "2", "--yes"]) == 1
         out, err = capsys.readouterr()
-        assert "budget: 16 requests at most" in err and "at the given price" in err and "is lost at 1,200" in out
+        assert "budget: 20 requests at most" in err and "at the given price" in err and "is lost at 1,200" in out
         assert main(["what", mock.base_url]) == 0 and "sglang endpoint" in capsys.readouterr().out
         with pytest.raises(ValueError, match="--word flush"):
             main(["flush", mock.base_url])

@@ -77,7 +77,7 @@ class Bench:
         self.owns_journal = journal is None and recorded is None
         self.probe, self.arm, self.thinking, self.tolerance = probe, arm, thinking, tolerance
         self.limits, self.confirm = limits or Limits(), confirm
-        self.meter = builder.meter if builder is not None else Meter(self.limits)  # one for both arms
+        self.meter: Meter = builder.meter if builder is not None else Meter(self.limits)  # one for both arms
         self.budget: Budget | None = None
         self.speed = Speed()
         self.sent = self.planned = 0

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--price", type=float, metavar="P", help="money for a million prompt tokens")
         verb.add_argument("--max-cost", type=float, metavar="C", help="stop when so much money is spent")
         for option, parameter in _parameters(function).items():
-            _add(verb, option, parameter.default)
+            _add(verb, option, parameter.default, parameter.annotation)
     what = verbs.add_parser("what", help="what the endpoint can do, by asking it")
     flush = verbs.add_parser("flush", help="drop the server's prefix cache (affects its other users)")
     flush.add_argument("--word", default="", help=f"say {FLUSH_WORD!r} to confirm")
@@ -163,7 +163,7 @@ def _common(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _add(verb: argparse.ArgumentParser, name: str, default: Any) -> None:
+def _add(verb: argparse.ArgumentParser, name: str, default: Any, annotation: Any) -> None:
     flag = "--" + name.replace("_", "-")
     shown = "%(default)s"
     if isinstance(default, bool):
@@ -174,7 +174,8 @@ def _add(verb: argparse.ArgumentParser, name: str, default: Any) -> None:
     elif name == "config":
         verb.add_argument(flag, type=_mapping, default=None, metavar="topk=512,ratio=4", help="constants to look for")
     elif default is None:
-        verb.add_argument(flag, type=int, default=None, metavar="N")
+        kind = float if "float" in str(annotation) else int
+        verb.add_argument(flag, type=kind, default=None, metavar="X" if kind is float else "N")
     else:
         verb.add_argument(flag, type=type(default), default=default, metavar=name.upper()[:8], help=f"default {shown}")
 

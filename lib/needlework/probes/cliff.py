@@ -18,8 +18,10 @@ from .result import Result, finish, hit, outcomes, share
 from .specs import digest
 
 LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
-USUAL = 60  # requests of a search and its walk
+USUAL = 30  # requests of a search
 CONFIRM = 5  # fresh trials on each side of the edge
+WALK = 30  # requests of a walk at most
+DEPTH, FROM_END = 0.1, 256  # where the fact lies when neither is asked for: so far from the question
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,24 @@ def find_cliff(
     *,
     low: int = 512,
     high: int = 32768,
-    depth: float = 0.1,
+    depth: float | None = None,
     from_end: int | None = None,
     tolerance: float = 0.05,
     batch: int = 4,
     walk: bool = True,
     config: Mapping[str, float] | None = None,
-    max_requests: int = 200,
+    max_requests: int = 60,
     max_tokens: int = 48,
     thinking: bool = False,
     common: Common,
 ) -> CliffResult:
-    """Find the length at which a fact at `depth` stops being found, to `tolerance`, then to the token if it is a step.
+    """Find the length at which a planted fact stops being found, to `tolerance`, then to the token if it is a step.
 
-    from_end  tokens kept between needle and question, instead of a depth; the walk then moves the needle one token at a
+    from_end  tokens kept between needle and question (256 when no depth is given): the fact moves with the length, so
+              an edge in its place shows as well as one in the length; the walk then moves the needle one token at a
               time, and constants are looked for in the place of its value as well as in the length
+    depth     keep the fact at this share of the prompt instead: an edge in its place then shows at place / depth tokens
+    max_requests  of the search; confirming takes 10 more, and the walk at most 30
     config  constants of the deployment to look for in the interval: topk, ratio, window, page, chunk, context_limit
     batch   lengths in flight at a time; the placement accounts for it
     walk    follow a step to the exact token (only where lengths are counted by the server's tokenizer)
@@ -61,6 +66,9 @@ def find_cliff(
     for a bad range, RuntimeError when the endpoint does not answer.
     """
     seed = common.seed
+    if depth is None and from_end is None:
+        from_end = FROM_END
+    from_end = from_end or None  # 0 asks for the depth
     search = CliffSearch(int(low), int(high), tolerance=tolerance, limit=max_requests, seed=seed)
     asked: dict[int, int] = {}
     rows: list[Row] = []
@@ -74,7 +82,7 @@ def find_cliff(
             asks = []
             for n in lengths:  # fresh text each time: the count of earlier asks at this length goes into the seed
                 asked[n] = asked.get(n, 0) + 1
-                spec = common.spec(n, depth, from_end=from_end)
+                spec = common.spec(n, DEPTH if depth is None else depth, from_end=from_end)
                 if label == "walk" and from_end is not None:
                     # one haystack, so that nothing but the needle's place moves; only the first line is new
                     spec = replace(spec, pad="start", salt=digest([seed, n, asked[n]], 12))
@@ -90,9 +98,10 @@ def find_cliff(
 
         with bench.until_stopped():
             ladder = _ladder(int(low), int(high))
-            # the plan assumes the usual number of adaptive requests; limits stop a run that needs more
-            usual = min(USUAL, max_requests)
-            if common.begin(bench, common.spec(low), more=usual, more_tokens=usual * round((low * high) ** 0.5)):
+            # nobody knows where the search will go: the budget is that of a cliff at three quarters of the range
+            usual, most = min(USUAL, max_requests), max_requests + batch - 1 + 2 * CONFIRM + (WALK if walk else 0)
+            tokens = sum(ladder) + max(0, most - len(ladder)) * (3 * int(high) + int(low)) // 4
+            if common.begin(bench, common.spec(low), more=usual, spare=most - usual, spare_tokens=tokens):
                 feed(search, ladder, send(ladder, "ladder"))
                 while not search.done:
                     lengths = search.propose(batch)
@@ -115,7 +124,12 @@ def find_cliff(
             width = len(rows[-1]["expected"] or "") + int(np.max((config or {}).get("ratio", 1)))
             near = constants_in((place, place + width), config)
             constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
-        sentence, verdict = _describe(found, edge, place, constants, rows)
+        where = (
+            f"{from_end:,} tokens before the question"
+            if from_end
+            else f"at depth {DEPTH if depth is None else depth:g}"
+        )
+        sentence, verdict = _describe(found, edge, place, constants, rows, where)
         details = {"walk": walked, "place": place, "budget": bench.budget}
         done = finish(
             bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants), details=details
@@ -147,7 +161,7 @@ def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
     width = found.interval.high - found.interval.low
     low = max(found.low, int(found.interval.low - 0.5 * width) - 2)
     high = min(found.high, int(found.interval.high + 0.5 * width) + 3)
-    walk = EdgeWalk(low, high, top=max(found.top, 0.9), bottom=min(found.bottom, 0.6))
+    walk = EdgeWalk(low, high, top=max(found.top, 0.9), bottom=min(found.bottom, 0.6), limit=WALK)
     while not walk.done:
         lengths = walk.propose()
         feed(walk, lengths, send(lengths, "walk"))
@@ -161,7 +175,7 @@ def _place(rows: list[Row], edge: int) -> int | None:
 
 
 def _describe(
-    found: Cliff, edge: int | None, place: int | None, constants: tuple[Constant, ...], rows: list[Row]
+    found: Cliff, edge: int | None, place: int | None, constants: tuple[Constant, ...], rows: list[Row], where: str
 ) -> tuple[str, str]:
     if not outcomes(rows)[1]:
         return "Nothing was measured.", "not proven"
@@ -170,7 +184,12 @@ def _describe(
     if found.state == "no cliff":
         if surprising(*outcomes(rows)):
             return f"{text} But recall is not whole at any length: {share(rows)}.", "finding"
-        return f"{text} Trials: {share(rows)}.", "healthy"
+        return f"{text} Trials: {share(rows)}, with the fact {where}.", "healthy"
+    if found.state == "unsettled":
+        return (
+            f"{text} The fact lay {where}; another place, a larger tolerance or more requests may settle it.",
+            "not proven",
+        )
     if edge is not None:
         text += f" Walked token by token: {edge:,} tokens still hit, {edge + 1:,} miss"
         text += f"; the value then stands at token {place:,}." if place is not None else "."

@@ -55,7 +55,7 @@ class Common:
         self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0,
         spare: int = 0, spare_tokens: int = 0,
     ) -> bool:  # fmt: skip
-        """Show the budget of `asks` and later ones (see `Bench.plan`), then send the controls; False when they failed."""
+        """Announce the budget (as `Bench.plan`), then send the controls; False when they failed."""
         checks = control_asks(bench.probe, base, arm=self.arm) if self.controls else []
         again, tokens = again_at_most(checks)
         bench.plan([*checks, *asks], more, more_tokens, spare=spare + again, spare_tokens=spare_tokens + tokens)

@@ -27,7 +27,8 @@ from .result import Result, finish, outcomes, share
 SHAPES = ("tell_ask", "tell_talk_ask", "interrupted")
 MODES = ("continue", "resend")
 KEPT_REPLY = 2000  # characters of a generated turn that are kept for a resume
-REPLY_TOKENS = KEPT_REPLY // 2  # of a prompt that holds a long generated turn, at most
+LONG_REPLY = 256  # tokens of an answer that is cut off while it is written
+REPLY_TOKENS = LONG_REPLY + 96  # what the earlier turns add to the last prompt, at most
 TALK_TOKENS = 64  # what an earlier turn adds to the notes
 
 
@@ -148,7 +149,7 @@ def _assistant(text: str) -> dict[str, str]:
 async def _cut_off(endpoint: Endpoint, messages: Messages) -> str:
     """Start a long answer and hang up as soon as it is being written, as a user does who presses stop."""
     first = asyncio.Event()
-    writing = asyncio.create_task(endpoint.chat(messages, max_tokens=256, on_first_token=first))
+    writing = asyncio.create_task(endpoint.chat(messages, max_tokens=LONG_REPLY, on_first_token=first))
     waiting = asyncio.create_task(first.wait())
     await asyncio.wait({writing, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
