@@ -4,8 +4,8 @@ PY := .venv/bin/python
 
 .PHONY: run test lab keep lock lint engine test-engines clean
 
-run: .venv/.ready   ## set up, execute the notebooks on the default target, build the report
-	$(PY) -m needlework run $(NB) $(if $(ALL),--all) $(if $(INCIDENT),--incident $(INCIDENT)) $(if $(TARGET),--target $(TARGET))
+run: .venv/.ready   ## set up, execute the notebooks on the default target, build the report (STALE=1: only what is out of step)
+	$(PY) -m needlework run $(NB) $(if $(STALE),,--all) $(if $(INCIDENT),--incident $(INCIDENT)) $(if $(TARGET),--target $(TARGET))
 
 test: .venv/.ready  ## set up, lint, type-check, run the tests
 	$(PY) -m ruff check .
