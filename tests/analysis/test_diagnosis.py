@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 from needlework.analysis.diagnosis import diagnose
 from needlework.analysis.features import extract
-from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES, TESTS
+from needlework.analysis.next_tests import TESTS
+from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES
 from needlework.analysis.view import best_split, settings
 from simulator import CLASSES, CONFIG, battery, simulate
 
@@ -75,6 +76,15 @@ def test_next_tests_say_what_each_hypothesis_expects_and_were_not_run():
     assert "PD against combined" not in titles and any("warm" in spot for spot in result.missing)
 
 
+def test_an_instrument_that_ran_is_not_proposed_again():
+    asked = {"warm proved by cached tokens", "locate and walk the edge", "residue scan", "concurrency echo"}
+    assert not asked & {t.title for t in diagnose(simulate("F14", 1), {"config": CONFIG}).next_tests}
+    few = simulate("healthy", 1, asks=[a for a in battery(1) if a["probe"] in ("recall", "abort")][:44])
+    ran = few.assign(probe=few["probe"].where(few["probe"] != "recall", "abort"), label="", cache="warm")
+    again = [t.how for t in diagnose(ran.iloc[:8], {"config": CONFIG}).next_tests if t.title.startswith("abort")]
+    assert all(how.startswith("again") for how in again)
+
+
 def test_large_table_is_fast():
     frame = pd.concat([simulate("F05", s) for s in range(2)] * 11, ignore_index=True).iloc[:10_000]
     frame["seed"] = np.arange(len(frame))
@@ -112,6 +122,54 @@ def test_signatures_are_consistent():
         assert set(signature.expects) <= known, signature.code
         assert signature.decisive and (signature.code == "healthy" or signature.citations)
     assert all(set(test.shows) <= known for test in TESTS)
+
+
+_ODD = (
+    *(3, 3.5, True, -1, "text", b"bytes", float("nan"), object(), [1], [None], ["a"], (1, 2, 3), set()),
+    *({1: 2}, {"a": "b"}, {"a": [1]}, {"a": None}, np.zeros(2), pd.Series([1.5]), pd.DataFrame({"a": [1]})),
+    pd.DataFrame(),
+)
+
+
+@pytest.mark.parametrize("part", ["config", "digests", "pages", "placement", "logs", "flags"])
+def test_malformed_evidence_is_told_in_one_sentence_or_used(part):
+    frame, refused = simulate("F01", 1).iloc[:60], 0
+    for odd in _ODD:
+        try:
+            assert str(diagnose(frame, {part: odd}))
+        except ValueError as error:
+            refused += 1
+            assert "\n" not in str(error) and repr(part) in str(error) and len(str(error)) < 200
+    assert refused >= 5
+    right = {"digests": {"a": False}, "pages": [], "placement": [(1, 1)], "logs": {"x": 0}, "flags": {}, "config": {}}
+    assert str(diagnose(frame, {part: right[part]}))
+
+
+def test_settings_that_are_no_numbers_are_left_out():
+    odd = {
+        "page_size": float("nan"),
+        "top_k": "auto",
+        "window": None,
+        "ratio": [4, 0, "x"],
+        "chunk": [0],
+        "limit": 1e300,
+    }
+    assert settings({"config": odd})["config"] == {"ratio": [4]}
+    assert settings({"config": {"sliding_window": [128, 128]}})["config"] == {"window": 128}
+
+
+def test_odd_cells_give_an_answer():
+    frame = simulate("F04", 2).iloc[:40]
+    for column in frame.columns:
+        odd = [None, [1], {"a": 1}, "x", float("inf"), -1, object()]
+        mixed = [odd[i % len(odd)] for i in range(len(frame))]
+        assert str(diagnose(frame.assign(**{column: mixed}), {"config": CONFIG}))
+
+
+def test_a_table_of_cut_answers_points_at_the_budget():
+    frame = simulate("healthy", 3).assign(outcome="cut", finish_reason="length")
+    result = diagnose(frame, {"config": CONFIG})
+    assert result.ranked[0].code == "N3" and result.measured == 0 and "measured nothing" in str(result)
 
 
 def test_best_split_finds_a_step_and_nothing_in_noise():

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from needlework.analysis.features import Feature, extract
 from needlework.analysis.intervals import sentence
-from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES, TESTS, Signature
+from needlework.analysis.next_tests import NextTest, missing, next_tests
+from needlework.analysis.odds import BACKGROUND, ELSEWHERE, Signature
+from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES
 from needlework.analysis.trials import column, hits
+from needlework.analysis.view import plain_cells
 
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
 UNSEEN = 0.2  # prior of a class whose conditions nobody tried
@@ -58,20 +60,6 @@ class Ranked:
 
     def __str__(self) -> str:
         return f"{self.code} {self.title} ({100 * self.posterior:.0f} %)"
-
-
-@dataclass(frozen=True)
-class NextTest:
-    """A test that is not in the table yet, with what each hypothesis lets one expect."""
-
-    title: str
-    how: str
-    outcomes: dict[str, str]
-    power: float
-
-    def __str__(self) -> str:
-        expected = "; ".join(f"{code}: {text}" for code, text in self.outcomes.items())
-        return f"{self.title}: {self.how}. Expected: {expected}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,12 +138,13 @@ class Diagnosis:
 def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     """Ranks the fault classes F01–F20, the lookalikes N1–N5 and "healthy" for a table of trials.
 
-    `evidence` (optional): mapping or dataclass with `config`, `digests`, `pages`, `logs`, `flags` (features.settings).
-    Any subset of the trial columns will do; what the table can not show is listed in `.missing`, never guessed.
-    Raises ValueError only when `trials` is not a table or the evidence is not a mapping.
+    `evidence` (optional): mapping or dataclass with `config`, `digests`, `pages`, `placement`, `logs`, `flags`
+    (`view.settings` says what each is). Any subset of the trial columns will do; what the table can not show is listed
+    in `.missing`, never guessed. Raises ValueError only when `trials` is not a table or the evidence is malformed.
     """
     if not isinstance(trials, pd.DataFrame):
         raise ValueError("diagnose takes a table of trials (a DataFrame); read one with load_trials")
+    trials = plain_cells(trials)
     features = extract(trials, evidence)
     seen = {name: f for name, f in features.items() if f.presence is not None}
     hit = hits(trials)[_asked(trials)]
@@ -168,7 +157,9 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     share = _normalised(single)
     order = sorted(SIGNATURES, key=lambda s: -single[s.code])
     ranked = tuple(_ranked(s, share[s.code], single[s.code], seen) for s in order)
-    verdict, causes, confidence = _verdict(ranked, single, pairs, seen, measured)
+    # a budget that cuts every answer leaves nothing measured, and is seen in just that
+    told = len(hit) if ranked[0].code == "N3" else measured
+    verdict, causes, confidence = _verdict(ranked, single, pairs, seen, told)
     if verdict == "two causes":  # the partner that the pair names comes second
         first = [r for code in causes for r in ranked if r.code == code]
         ranked = (*first, *[r for r in ranked if r.code not in causes])
@@ -177,8 +168,8 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
         confidence,
         ranked,
         causes,
-        tuple(_next_tests(ranked, seen, single)),
-        tuple(_missing(seen)),
+        tuple(next_tests(ranked, seen, _rows_by_probe(trials))),
+        tuple(missing(seen)),
         features,
         len(hit),
         measured,
@@ -191,6 +182,10 @@ def _asked(trials: pd.DataFrame) -> pd.Series:
     """Rows that ask for recall; controls (a fact that is not given, a fact in the question) are judged apart."""
     control = column(trials, "control", "").fillna("").astype(str)
     return (control == "") & (column(trials, "probe", "").fillna("").astype(str) != "control")
+
+
+def _rows_by_probe(trials: pd.DataFrame) -> dict[str, int]:
+    return {str(name): int(n) for name, n in column(trials, "probe", "").fillna("").astype(str).value_counts().items()}
 
 
 def _texts(evidence: tuple[Evidence, ...]) -> list[str]:
@@ -224,8 +219,6 @@ def _score_pair(a: Signature, b: Signature, seen: dict[str, Feature]) -> float:
 
 
 def _background(name: str, presence: float) -> float:
-    from needlework.analysis.signatures import BACKGROUND, ELSEWHERE
-
     return _likelihood(BACKGROUND.get(name, ELSEWHERE), presence)
 
 
@@ -314,46 +307,6 @@ _HARMLESS = frozenset(
 
 def _harmless(name: str) -> bool:
     return name in _HARMLESS or name.startswith("edge_at")
-
-
-def _next_tests(ranked: tuple[Ranked, ...], seen: dict[str, Feature], single: dict[str, float]) -> list[NextTest]:
-    rivals = [r for r in ranked[:4] if r.posterior >= 0.01 or r is ranked[0] or r is ranked[1]]
-    weight = np.array([max(r.posterior, 0.02) for r in rivals])
-    weight = weight / weight.sum()
-    found = []
-    for test in TESTS:
-        unseen = [name for name in test.shows if name not in seen]
-        if not unseen:
-            continue
-        odds = np.array([[BY_CODE[r.code].odds(name) for name in unseen] for r in rivals])
-        spread = weight @ (odds - weight @ odds) ** 2
-        best = int(np.argmax(spread))
-        outcomes = {r.code: _expectation(odds[i, best], unseen[best]) for i, r in enumerate(rivals)}
-        found.append(NextTest(test.title, test.how, outcomes, float(spread[best])))
-    found.sort(key=lambda t: -t.power)
-    top = BY_CODE[ranked[0].code]
-    decisive = NextTest(
-        f"the decisive test of {top.code}", top.decisive, {top.code: "as it predicts", "any other class": "not"}, 1.0
-    )
-    useful = [t for t in found if t.power > 0.004][:4]
-    return [*useful, decisive] if useful else [decisive]
-
-
-def _expectation(odds: float, feature: str) -> str:
-    words = feature.replace("_", " ")
-    return f"{words} expected" if odds >= 0.5 else f"{words} possible" if odds >= 0.2 else f"no {words}"
-
-
-def _missing(seen: dict[str, Feature]) -> list[str]:
-    """What the table could not show, with the classes that hang on it."""
-    out = []
-    for test in TESTS:
-        if any(name in seen for name in test.shows):
-            continue
-        codes = [s.code for s in SIGNATURES if any(s.expects.get(name, 0) >= 0.6 for name in test.shows)]
-        if codes:
-            out.append(f"{test.title} ({', '.join(codes)})")
-    return out
 
 
 def _notes(trials: pd.DataFrame, asked: int, measured: int) -> list[str]:

@@ -15,7 +15,7 @@ import pandas as pd
 from needlework.analysis.observe_conditions import arms, cache, load, order, repeatability
 from needlework.analysis.observe_content import answers, inside, usage
 from needlework.analysis.observe_length import length, loss, residues, short
-from needlework.analysis.view import Feature, View, settings
+from needlework.analysis.view import Feature, View, plain_cells, settings
 
 # Lengths come early: they mark the rows that length alone would let hit, and later observers look at those.
 OBSERVERS: tuple[Callable[[View], list[Feature]], ...] = (
@@ -27,11 +27,13 @@ OBSERVERS: tuple[Callable[[View], list[Feature]], ...] = (
 
 def extract(trials: pd.DataFrame, evidence: Any = None) -> dict[str, Feature]:
     """All features of a table and of optional evidence from inside (see `settings`)."""
-    view = View(trials, settings(evidence))
+    view = View(plain_cells(trials), settings(evidence))
     features: dict[str, Feature] = {}
     for observe in OBSERVERS:
         for feature in observe(view):
-            features[feature.name] = feature
+            known = features.get(feature.name)
+            if known is None or (known.presence or 0.0) <= (feature.presence or 0.0):  # of two looks the clearer one
+                features[feature.name] = feature
     _raise_loss(features)
     return features
 

@@ -12,13 +12,14 @@ from needlework.analysis.paired import compare_pairs, pair_up
 from needlework.analysis.view import LAPSE, Feature, View, best_split, contrast, one_sided, presence_of
 
 RELOAD = re.compile(r"(?i)evict|reload|host|storage|tier|offload|disk")
-REFERENCE = re.compile(r"(?i)reference|transformers|oracle|independent|hosted|other.?server")
 TENANT = ("tenant", "adapter", "salt", "lora")
 MOVED = 1e-6  # nats; serial repeats are identical, as reported
 PLACE = ("page_id", "first_page", "block_id", "max_page")
 
 
 def cache(v: View) -> list[Feature]:
+    from scipy.stats import binom
+
     out = []
     asked_warm = (v.wanted == "warm") | np.char.endswith(v.label.astype(str), "/continue")
     if (asked := asked_warm & np.isfinite(v.cached)).sum() >= 4:
@@ -43,6 +44,16 @@ def cache(v: View) -> list[Feature]:
         one = compared.only_first > compared.only_second
         out.append(Feature("warm_loss", one_sided(compared) * one, str(compared), compared.pairs))
         out.append(Feature("cold_loss_only", one_sided(compared) * (not one), str(compared), compared.pairs))
+        both_ways = 2 * min(compared.only_first, compared.only_second)  # what a cache loses, it loses one way
+        p = float(binom.sf(both_ways - 1, compared.pairs, 2 * LAPSE)) if both_ways else 1.0
+        out.append(
+            Feature(
+                "flips_serial",
+                presence_of(p),
+                f"{both_ways} of {compared.pairs} repeated prompts change between hit and miss, both ways",
+                compared.pairs,
+            )
+        )
     elif min(v.rate(v.warm & single)[1], v.rate(v.base & ~v.warm)[1]) >= 8:
         out.append(contrast(v, "warm_loss", v.warm & single, v.base & ~v.warm, "warm", "cold"))
     words = [f"{a} {b} {c}" for a, b, c in zip(v.arm, v.cache, v.label, strict=True)]
@@ -84,7 +95,7 @@ def arms(v: View) -> list[Feature]:
             out.append(Feature("both_arms_lose", both, str(compared), compared.pairs))
         else:
             out.append(contrast(v, "pd_loss", v.pd_arm, ~v.pd_arm, "PD", "combined"))
-    other = np.array([bool(REFERENCE.search(name)) for name in v.arm], bool)
+    other = v.reference_arm
     if min(v.rate(other)[1], v.rate(~other)[1]) >= 6:
         m, n = v.rate(other)
         mine, k = v.rate(~other)
@@ -131,11 +142,20 @@ def load(v: View) -> list[Feature]:
                 )
     ask, before = (v.probe == "abort") & v.good, v.base & v.good
     if v.rate(ask)[1] >= 4 and v.rate(before)[1] >= 6:
-        out.append(contrast(v, "abort_loss", ask & ~v.warm, before, "after aborts", "without aborts"))
+        # who suffers depends on the mechanism: all that came after, or only the next to be given pages
+        near = ask & ~v.warm & np.char.startswith(v.label.astype(str), "after/")
+        sides = [contrast(v, "abort_loss", ask & ~v.warm, before, "after aborts", "without aborts")]
+        if v.rate(near)[1] >= 4:
+            sides.append(contrast(v, "abort_loss", near, before, "next after aborts", "without aborts", tests=2))
+        out.append(max(sides, key=lambda f: f.presence or 0.0))
     again, hits = (v.probe == "abort") & v.warm, v.warm & (v.probe != "abort") & ~(v.turn > 1)
     if v.rate(again)[1] >= 4 and v.rate(hits)[1] >= 6:
-        what = "hits on an aborted prompt's prefix", "other hits"
-        out.append(contrast(v, "abort_poison", again, hits, *what))
+        what = "hits on an aborted prompt's prefix"
+        sides = [contrast(v, "abort_poison", again, hits, what, "other hits")]
+        fresh = (v.probe == "abort") & ~v.warm & (v.length >= 0.9 * np.nanmin(v.length[again]))
+        if v.rate(fresh)[1] >= 4:  # a prompt of this length must be right when it is fresh
+            sides.append(contrast(v, "abort_poison", again, fresh, what, "fresh prompts after aborts"))
+        out.append(min(sides, key=lambda f: f.presence or 0.0))
     for name in PLACE:
         if name in v.frame.columns and np.isfinite(v.number(name)).sum() >= 12:
             split = best_split(v.number(name), v.hit)
@@ -169,6 +189,7 @@ def repeatability(v: View) -> list[Feature]:
             "load": np.where(v.load > 1, 1, 0),
             "warm": v.warm,
             "arm": v.arm,
+            "label": v.label,
         }
     )
     for key in keys:
@@ -178,7 +199,7 @@ def repeatability(v: View) -> list[Feature]:
     frame = frame[v.measured]
     out = _batch_numerics(frame, keys)
     for name, part in (("flips_serial", frame[frame["load"] == 0]), ("flips_loaded", frame[frame["load"] == 1])):
-        groups = part.groupby([*keys, "arm", "warm"], sort=False)["hit"].agg(["size", "min", "max"])
+        groups = part.groupby([*keys, "arm", "warm", "label"], sort=False)["hit"].agg(["size", "min", "max"])
         groups = groups[groups["size"] >= 2]
         if len(groups) >= 6:
             differ = int((groups["min"] != groups["max"]).sum())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 import numpy as np
-import pandas as pd
 
 from needlework.analysis import trials as table
 from needlework.analysis.view import Feature, View, best_split
@@ -184,10 +183,10 @@ def inside(v: View) -> list[Feature]:
     out = []
     digests = v.evidence.get("digests") or {}
     if digests:
-        differ = [name for name, equal in digests.items() if equal is False]
-        side = [name for name in digests if re.search(r"(?i)index|scale|draft|window|swa|state|side", str(name))]
+        differ = [name for name, equal in digests.items() if not equal]
+        side = [name for name in digests if re.search(r"(?i)index|scale|draft|window|swa|state|side", name)]
         main = [name for name in differ if name not in side]
-        text = f"buffers that differ across the transfer: {', '.join(map(str, differ)) or 'none'}"
+        text = f"buffers that differ across the transfer: {', '.join(differ) or 'none'}"
         all_ = len(differ) == len(digests)
         for name, seen in (
             ("side_buffer_differs", bool(differ) and not main),
@@ -198,19 +197,14 @@ def inside(v: View) -> list[Feature]:
             out.append(Feature(name, float(seen), text, len(digests)))
     pages = v.evidence.get("pages")
     if pages is not None:
-        rows = (
-            pages.astype(str).agg(" ".join, axis=1).tolist()
-            if isinstance(pages, pd.DataFrame)
-            else [str(p) for p in pages]
-        )
-        words = " ".join(rows).lower()
+        words = " ".join(pages).lower()
         layout, stale = (bool(re.search(FINDINGS[name], words)) for name in ("page_layout", "page_stale"))
         shadows = {"page_scale": layout or stale, "page_stale": layout, "page_nonfinite": layout}
         for name, pattern in FINDINGS.items():
             seen = bool(re.search(pattern, words)) and not shadows.get(name, False)
             what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
-            out.append(Feature(name, float(seen), what, len(rows)))
-        out.append(Feature("pages_right", float(not rows), f"{len(rows)} kinds of findings in the pages", len(rows)))
+            out.append(Feature(name, float(seen), what, len(pages)))
+        out.append(Feature("pages_right", float(not pages), f"{len(pages)} kinds of findings in the pages", len(pages)))
     placed = v.evidence.get("placement") or []
     if len(placed) >= 8:
         where = best_split(*(np.array(c, float) for c in zip(*placed, strict=True)))
@@ -228,7 +222,7 @@ def inside(v: View) -> list[Feature]:
             ("log_truncated", r"(?i)truncat|exceed.*context"),
             ("log_nan", r"(?i)\bnan\b|\binf\b|non.?finite"),
         ):
-            count = sum(int(value) for key, value in logs.items() if re.search(pattern, str(key)))
+            count = sum(count for rule, count in logs.items() if re.search(pattern, rule))
             out.append(
                 Feature(
                     name,
@@ -238,12 +232,12 @@ def inside(v: View) -> list[Feature]:
                 )
             )
     for flag, heals in (v.evidence.get("flags") or {}).items():
-        word = next((n for n, pattern in FLAGS.items() if re.search(pattern, str(flag))), None)
-        if word and heals is not None:
+        word = next((n for n, pattern in FLAGS.items() if re.search(pattern, flag)), None)
+        if word:
             out.append(
                 Feature(
                     f"heals_{word}",
-                    float(bool(heals)),
+                    float(heals),
                     f"switching {flag} {'heals' if heals else 'changes nothing'}",
                     1,
                 )

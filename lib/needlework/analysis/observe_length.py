@@ -54,7 +54,7 @@ def length(v: View) -> list[Feature]:
         "far_from_end": best_split(x - needle, y),
     }
     chunk, last = _last_chunk(v, x, y, needle)
-    gains = {name: split.gain if split else 0.0 for name, split in rivals.items()}
+    gains = {name: split.gain * _clear(name, split) if split else 0.0 for name, split in rivals.items()}
     gains["last_chunk_only"] = last
     by_time = best_split(v.number("ordinal")[v.base], y)
     best = max(*gains.values(), by_time.gain if by_time else 0.0)
@@ -68,8 +68,6 @@ def length(v: View) -> list[Feature]:
             text = f"hits need the needle in the last {chunk} tokens' chunk or a single pass"
             out.append(Feature(name, strength, text, len(y), chunk))
             continue
-        if split is not None:
-            strength *= float(split.top - split.bottom >= 0.25)
         what = {"edge": "length", "position_ceiling": "needle position", "far_from_end": "distance from the end"}[name]
         where = f"between {split.low:,.0f} and {split.high:,.0f}" if split else "at no threshold"
         rates = f" ({100 * split.top:.0f} % below, {100 * split.bottom:.0f} % above)" if split else ""
@@ -95,6 +93,12 @@ def length(v: View) -> list[Feature]:
             Feature("soft_fall", 0.0, "no fall with length", len(y)),
         ]
     return out
+
+
+def _clear(name: str, split: Split) -> float:
+    """How far a fall is one at all, 0 to 1; a table that ends reaches nothing beyond its end."""
+    rest = float(np.clip((0.5 - split.bottom) / 0.2, 0, 1)) if name == "position_ceiling" else 1.0
+    return rest * float(split.top - split.bottom >= 0.25)
 
 
 def short(v: View) -> list[Feature]:
@@ -182,7 +186,7 @@ def _last_chunk(v: View, x: np.ndarray, y: np.ndarray, needle: np.ndarray) -> tu
 
 def residues(v: View) -> list[Feature]:
     out = []
-    cold = v.base
+    cold = v.base if len(np.unique(v.length[v.base])) >= 12 else v.base_of_all  # the scan may be another arm's
     warm = v.measured & v.warm & (v.turn <= 1 if np.isfinite(v.turn).any() else True)
     found = {}
     scan = v.probe == "residues"  # a length is judged against its neighbours, where those were asked

@@ -144,7 +144,12 @@ def pair_up(trials: pd.DataFrame, by: str, first: Any, second: Any) -> pd.DataFr
     keys = [k for k in PROMPT + STATE if k != by and k in trials.columns and trials[k].notna().any()]
     if by not in trials.columns or not keys:
         return pd.DataFrame(columns=["first", "second", "score_first", "score_second"], dtype=float)
-    small = pd.DataFrame({"hit": table.hits(trials), "score": table.column(trials, "score").astype(float)})
+    small = pd.DataFrame(
+        {
+            "hit": table.hits(trials),
+            "score": pd.to_numeric(table.column(trials, "score"), errors="coerce").astype(float),
+        }
+    )
     for key in keys:
         small[key] = trials[key].astype("object").where(trials[key].notna(), "")
     sides = []

@@ -187,8 +187,11 @@ def hits(trials: pd.DataFrame) -> pd.Series:
 
 def lengths(trials: pd.DataFrame) -> pd.Series:
     """Prompt length in tokens: as the endpoint counted it, else as it was wished; NaN where neither is known."""
-    length = column(trials, "prompt_tokens").astype("float64")
-    return length.fillna(column(trials, "target_tokens").astype("float64")).rename("length")
+    counted, wished = (
+        pd.to_numeric(column(trials, name), errors="coerce").astype("float64")
+        for name in ("prompt_tokens", "target_tokens")
+    )
+    return counted.fillna(wished).rename("length")
 
 
 def column(trials: pd.DataFrame, name: str, default: Any = np.nan) -> pd.Series:

@@ -1,0 +1,53 @@
+"""How often a feature is there: for no reason of interest (`BACKGROUND`), or because of a class (`Signature`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# How often a feature is there for a reason that is not the class in question.
+BACKGROUND = {
+    **dict.fromkeys(
+        ("comb", "comb_warm", "placement", "crossed_identity", "judge_wrong", "truncated", "tiny_prompt", "false_hit"),
+        0.02,
+    ),
+    **dict.fromkeys(("last_chunk_only", "warm_vacuous", "cold_loss_only", "reload_loss", "reference_same"), 0.03),
+    **dict.fromkeys(("length_estimate", "long_suffix_heals", "padded_loss", "pd_loss", "draft_accept"), 0.03),
+    **dict.fromkeys(
+        ("position_ceiling", "far_from_end", "budget", "warm_loss", "abort_loss", "abort_poison", "token_zero"), 0.05
+    ),
+    **dict.fromkeys(("drift", "continue_loss", "load_loss", "foreign", "first_right", "loops", "flips_serial"), 0.06),
+    **dict.fromkeys(("edge", "controls_fail"), 0.08),
+    **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash", "edge_at_chunk"), 0.08),
+    **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "near_misses", "many_faces"), 0.12),
+    **dict.fromkeys(("flips_loaded", "empty"), 0.15),
+    **dict.fromkeys(("sharp", "soft_fall", "refusals", "wrong_needle", "rare_loss"), 0.30),
+    "plain_loss": 0.50,
+    "both_arms_lose": 0.50,
+    "loss": 0.90,
+    "buffers_equal": 0.60,
+    "pages_right": 0.50,
+    "short_loss": 0.20,
+    "batch_numerics": 0.10,
+    "log_failed_load": 0.05,
+    "log_truncated": 0.03,
+    "log_nan": 0.03,
+}
+ELSEWHERE = 0.05  # any feature without a line above (flags that heal, page findings)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One fault class or lookalike."""
+
+    code: str
+    title: str
+    expects: dict[str, float]
+    decisive: str
+    citations: tuple[str, ...] = ()
+    prior: float = 1.0
+    needs: tuple[str, ...] = ()  # it shows only where one of these was looked for; else it stays possible, and unlikely
+
+    def odds(self, feature: str) -> float:
+        """P(feature | this class), kept off 0 and 1 so that one odd row can not decide alone."""
+        value = self.expects.get(feature, BACKGROUND.get(feature, ELSEWHERE))
+        return min(0.985, max(0.015, value))
