@@ -119,11 +119,11 @@ def write_checkpoint(source: Path, target: Path, seed: int = 0) -> dict[str, Any
 # ---- servers ----
 
 
-def command(role: str, model: Path, port: int) -> list[str]:
+def command(role: str, model: Path, port: int, name: str = MODEL) -> list[str]:
     """The server's command line. Sizes are given, so that three servers can start at once on one GPU."""
     transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     return [
-        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", MODEL,
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name,
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--enable-prompt-tokens-details",
         "--kv-cache-dtype", "fp8_ds_mla", "--block-size", str(BLOCK), "--max-model-len", "32768",
         "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--gpu-memory-utilization", "0.15",
@@ -149,13 +149,13 @@ def serve(options: argparse.Namespace) -> None:
         number = ROLES.index(role)
         environment = os.environ | switches | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(options.port + 50 + number)}
         with open(options.out / f"{role}.log", "wb") as log:
-            line = command(role, options.out / "model", options.port + number)
+            line = command(role, options.out / "model", options.port + number, options.name)
             child = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
         pids[role] = child
     known = options.out / "pids.json"
     before = json.loads(known.read_text()) if known.exists() else {}
     known.write_text(json.dumps(before | {role: child.pid for role, child in pids.items()}))
-    waiting = dict(pids)
+    waiting, seconds = dict(pids), {}
     while waiting:
         for role, child in list(waiting.items()):
             if child.poll() is not None:
@@ -164,12 +164,14 @@ def serve(options: argparse.Namespace) -> None:
             try:
                 if httpx.get(f"{url(options, role)}/health", timeout=2).status_code == 200:
                     del waiting[role]
-                    print(f"{role} answers after {time.monotonic() - started:.0f} s", flush=True)
+                    seconds[role] = round(time.monotonic() - started)
+                    print(f"{role} answers after {seconds[role]} s", flush=True)
             except httpx.HTTPError:
                 pass
         if time.monotonic() - started > options.start_limit:
             raise RuntimeError(f"not up after {options.start_limit} s: {', '.join(waiting)}")
         time.sleep(0.5)
+    (options.out / "startup.json").write_text(json.dumps(seconds) + "\n")
 
 
 def stop(options: argparse.Namespace) -> None:
@@ -242,8 +244,8 @@ class Asker:
             self.post(role, "/reset_prefix_cache")
 
     def complete(self, role: str, ids: Sequence[int], tokens: int, **more: Any) -> dict[str, Any]:
-        body = {"model": MODEL, "prompt": list(ids), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
-                "logprobs": 5, "return_tokens_as_token_ids": True, **more}  # fmt: skip
+        body = {"model": self.options.name, "prompt": list(ids), "max_tokens": tokens, "temperature": 0}
+        body |= {"ignore_eos": True, "logprobs": 5, "return_tokens_as_token_ids": True, **more}
         return self.post(role, "/v1/completions", body).json()
 
     def ask(self, arm: str, ids: Sequence[int]) -> dict[str, Any]:
@@ -367,7 +369,11 @@ def ask(options: argparse.Namespace) -> None:
         (evidence / f"worker-{role}.json").write_text(json.dumps(said[role], indent=1) + "\n")
     print(json.dumps(said)[:2000], flush=True)
     journals = {name: Journal(options.out / "runs" / name) for name in ("equality", "power", "faults")}
-    manifest = {"engine": "vllm 0.23.0", "model": MODEL, "sampling": {"temperature": 0, "max_tokens": NEW_TOKENS}}
+    manifest = {
+        "engine": "vllm 0.23.0",
+        "model": options.name,
+        "sampling": {"temperature": 0, "max_tokens": NEW_TOKENS},
+    }
     for journal in journals.values():
         journal.note(**manifest)
     steps = options.steps.split(",")
@@ -414,6 +420,7 @@ def main() -> int:
     parser.add_argument("--site", type=Path, help="folder with vLLM and what it needs")
     parser.add_argument("--port", type=int, default=8300, help="three ports from here, and three from here + 50")
     parser.add_argument("--roles", default=",".join(ROLES), help="which servers to start or to prepare")
+    parser.add_argument("--name", default=MODEL, help="the model's name as it is served")
     parser.add_argument("--start-limit", type=float, default=300, help="seconds")
     parser.add_argument("--steps", default="power,equality,faults,dumps,check")
     options = parser.parse_args()
