@@ -92,7 +92,7 @@ def collect(plan: Plan, progress: Callable[[str], None] | None = None) -> Collec
             host = futures[future]
             raw[host.name] = future.result()
             if progress:
-                came = sum(answer.error is None for _, _, answer in raw[host.name])
+                came = sum(answer.state == "ok" for _, _, answer in raw[host.name])
                 progress(f"{done}/{len(plan.hosts)} {host.name}: {came} of {len(raw[host.name])} items")
     return _redacted(plan, raw)
 
@@ -226,15 +226,7 @@ def _redacted(plan: Plan, raw: dict[str, list[tuple[Role | None, str, Answer]]])
                 "item": name,
                 "bytes": len(answer.data),
             }
-            row |= {
-                "state": "missing"
-                if answer.missing
-                else "failed"
-                if answer.error
-                else "empty"
-                if not answer.data.strip()
-                else "ok"
-            }
+            row["state"] = answer.state
             row |= {"reason": redactor.text(answer.error) if answer.error else None}
             items.append(row)
             if answer.data:

@@ -54,6 +54,13 @@ class Answer:
     error: str | None = None
     missing: bool = False
 
+    @property
+    def state(self) -> str:
+        """missing, failed, empty or ok."""
+        if self.missing or self.error:
+            return "missing" if self.missing else "failed"
+        return "ok" if self.data.strip() else "empty"
+
 
 def argv_of(command: str, **slots: str) -> list[str]:
     return [part.format(**slots) for part in COMMANDS[command]]
