@@ -2,14 +2,18 @@
 
 import hashlib
 import http.server
+import json
+import re
 import shutil
 import subprocess
 import threading
 
 import pandas as pd
 import pytest
-from conftest import JOURNAL_REMOTE, MISSING, SOURCE
+from conftest import JOURNAL_REMOTE, MISSING, SOURCE, START_US, build_image, write_journal
+from forms import FORMS
 from needlework.evidence import (
+    Bundle,
     Collection,
     absences,
     collect,
@@ -26,7 +30,8 @@ from needlework.evidence import (
     units,
 )
 from needlework.evidence.hosts import COMMANDS, argv_of
-from needlework.evidence.redaction import check
+from needlework.evidence.redaction import check, redact
+from test_redaction import gone, planted
 
 PLAN = f"""
 name = "seeds"
@@ -293,3 +298,44 @@ def test_a_link_out_of_a_saved_folder_is_not_followed(tmp_path):
     result = collect(load_plan(tmp_path / "incident.toml"))
     assert "outside" not in "".join(result.texts.values())
     assert [item["state"] for item in result.items if item["item"].startswith("stat")] == ["missing"]
+
+
+def test_secrets_planted_in_every_place_reach_no_file_of_the_bundle(tmp_path):
+    """All known forms, in the log, the unit, the wrapper script, a source file, the environment and a server's answer."""
+    root = build_image(tmp_path / "image", lines=40)
+    texts = [form.format(s=value) for form, values in FORMS.values() for value in values]
+    random_ones = planted()  # other values in every sentence
+    texts += [sentence for _, _, sentence in random_ones]
+    values = {v for _, vs in FORMS.values() for v in vs}
+    parts = {p for v in values for p in re.split(r"[^A-Za-z0-9]+", v) if len(p) >= 8 and re.search(r"\d", p)}
+    unit, single = "sglang-dsv4-decode.service", [text for text in texts if "\n" not in text]
+    rows = [
+        {
+            "__REALTIME_TIMESTAMP": str(START_US + n * 1000),
+            "_SYSTEMD_UNIT": unit,
+            "_HOSTNAME": "gpu-box",
+            "MESSAGE": text,
+        }
+        for n, text in enumerate(single)
+    ]
+    shutil.rmtree(root / "var/log/journal")
+    write_journal(root / "var/log/journal", rows)
+    for path in ("root/serve_decode.sh", SOURCE.lstrip("/")):
+        (root / path).write_text("#!/bin/bash\n" + "\n".join(texts) + "\n")
+    (root / f"proc/{unit}/environ").write_text("\0".join(single))
+    (root / f"proc/{unit}/cmdline").write_text("\0".join(["python", "--api-key", "Zq8Lm2Xw9Rt5Kp3V", "--tp", "8"]))
+    (root / "http/decode/server_info").write_text(json.dumps({"version": "1", "notes": texts}))
+    path = tmp_path / "incident.toml"
+    path.write_text(PLAN.replace("IMAGE", str(root)) + '[incident]\ntitle="t"\nsymptom="s"\ndate="d"\nengine="e"\n')
+    result = collect(load_plan(path))
+    bundle = tmp_path / "bundle"
+    result.write(bundle / "evidence")
+    (bundle / "incident.toml").write_text(redact(path.read_text()))  # the plan itself names a path under home
+    Bundle(bundle).seal()
+    assert Bundle(bundle).problems() == []
+    assert len(texts) >= 600 and len({secret for _, secret, _ in random_ones}) >= 200 and len(parts) >= 35
+    everything = "".join(p.read_text(errors="replace") for p in bundle.rglob("*") if p.is_file())
+    assert sorted(part for part in parts if part in everything) == []
+    assert [kind for kind, secret, _ in random_ones if not gone(secret, everything)] == []
+    log = read_log(result, "node-a", "decode")
+    assert len(log) == len(single), "every line of the redacted journal is still one JSON object"

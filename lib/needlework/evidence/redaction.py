@@ -9,6 +9,7 @@ detect-secrets (https://github.com/Yelp/detect-secrets) run after them over what
 from __future__ import annotations
 
 import bisect
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,9 @@ from needlework.evidence.values import COMMON_USERS, Rule
 MAX_LINE_CHARS = 20_000  # a longer line is cut: patterns over megabytes of one line are a way to hang a reader
 
 MIN_CHARS = 3  # a shorter value would turn half of a log into placeholders
+MIN_STRING_CHARS = 6
+MAX_NESTING = 3  # JSON inside JSON inside JSON
+JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 PLACEHOLDER = re.compile(r"<(?:[a-z]+-)+\d+>")
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]|\x9b[0-?]*[ -/]*[@-~]")
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]")
@@ -103,6 +107,7 @@ class Redactor:
         """The text with every secret replaced, also where it is written in escapes. Idempotent: a second pass changes
         nothing."""
         lines = clean(text).split("\n")
+        self._inside_strings(lines)
         escaped = [number for number, line in enumerate(lines) if HIDES.search(line)]
         for batch in _batches(escaped, lines):
             found = self._decoded("\n".join(lines[number] for number in batch)).split("\n")
@@ -111,6 +116,43 @@ class Redactor:
             for number, line in zip(batch, found, strict=True):
                 lines[number] = line
         page = Written("\n".join(lines))
+        self._pass(page)
+        return page.text
+
+    def _inside_strings(self, lines: list[str], depth: int = 0) -> None:
+        """Redact what JSON strings say, each as a text of its own: in a journal every message stands in one."""
+        found = [
+            (number, match)
+            for number, line in enumerate(lines)
+            if line.lstrip()[:1] in ("{", "[", '"')
+            for match in JSON_STRING.finditer(line)
+        ]
+        said: dict[str, str] = {match[1]: text for _, match in found if (text := _said(match[1])) is not None}
+        contents = list(dict.fromkeys(said.values()))
+        if not contents:
+            return
+        single = [text for text in contents if "\n" not in text]
+        if depth < MAX_NESTING:
+            self._inside_strings(single, depth + 1)
+        page = Written("\n".join(single))
+        self._pass(page)
+        after = page.text.split("\n")
+        if len(after) != len(single):  # something over several of them went as one
+            after = [self._alone(text) for text in single]
+        new = dict(zip((text for text in contents if "\n" not in text), after, strict=True))
+        new |= {text: self._alone(text) for text in contents if "\n" in text}
+        for number in {number for number, _ in found}:
+            lines[number] = JSON_STRING.sub(
+                lambda match: (
+                    match[0]
+                    if (text := said.get(match[1])) is None or (new[text] == text and _same(match[1], text))
+                    else json.dumps(new[text], ensure_ascii=False)
+                ),
+                lines[number],
+            )
+
+    def _alone(self, text: str) -> str:
+        page = Written(text)
         self._pass(page)
         return page.text
 
@@ -216,6 +258,21 @@ def check(text: str) -> list[Leak]:
         number = next((n for n, line in enumerate(cleaned.split("\n"), 1) if line not in kept), 1)
         leaks = [Leak(number, kind) for kind in redactor.report()]
     return leaks
+
+
+def _said(literal: str) -> str | None:
+    """What a JSON string says, cleaned; None when it is too short to hold anything or no JSON string at all."""
+    if len(literal) < MIN_STRING_CHARS:
+        return None
+    try:
+        return clean(json.loads(f'"{literal}"', strict=False))
+    except json.JSONDecodeError:
+        return None
+
+
+def _same(literal: str, text: str) -> bool:
+    """Whether cleaning left the string as it was."""
+    return bool(json.loads(f'"{literal}"', strict=False) == text)
 
 
 def _spans(text: str) -> list[tuple[int, int]]:
