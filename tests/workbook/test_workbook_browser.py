@@ -1,13 +1,7 @@
-"""In real Chromium: the report offline, at two widths, light and dark, by keyboard, in print; JupyterLab's slider."""
+"""In real Chromium: the report offline, at two widths, light and dark, by keyboard, in print."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,85 +138,3 @@ def test_report_prints_every_frame_and_no_contents(chromium, page_file: Path) ->
     pdf = page.pdf(format="A4")
     assert pdf.startswith(b"%PDF") and 20_000 < len(pdf) < 20_000_000
     page.context.close()
-
-
-LAB = """\
-# %% [markdown]
-# # Slide
-#
-# Does it move?
-
-# %%
-from needlework import workbook
-
-start = workbook.start("Slide")
-
-# %%
-def draw(n):
-    fig, ax = workbook.figures.new(4, 2)
-    ax.plot([0, n])
-    return workbook.figures.picture(fig, f"A line that rises from zero to {n} in one step.")
-
-# %%
-workbook.explorers.Slider.over("height", draw, [1, 2, 3])
-"""
-
-
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    twin = tmp_path / "50_slide.py"
-    twin.write_text(LAB)
-    (tmp_path / "50_slide.ipynb").write_text(writer.dumps(writer.read_twin(twin)))
-    config = tmp_path / "config/labconfig"
-    config.mkdir(parents=True)
-    announcements = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
-    (config / "page_config.json").write_text(json.dumps(announcements))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    folders = {f"JUPYTER_{n}_DIR": str(tmp_path / n.lower()) for n in ("CONFIG", "DATA", "RUNTIME")}
-    command = [
-        *(sys.executable, "-m", "jupyterlab", "--no-browser", "--ip=127.0.0.1", f"--port={port}", "--allow-root"),
-        *("--IdentityProvider.token=", "--LabApp.expose_app_in_browser=True", f"--ServerApp.root_dir={tmp_path}"),
-        "--ServerApp.port_retries=0",
-    ]
-    log = (tmp_path / "lab.log").open("w")
-    server = subprocess.Popen(command, env={**os.environ, **folders}, stdout=log, stderr=log, cwd=tmp_path)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    while time.monotonic() < deadline and server.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.2)
-    assert server.poll() is None, (tmp_path / "lab.log").read_text()[-2000:]
-    yield url
-    server.terminate()
-    server.wait(20)
-    log.close()
-
-
-def test_jupyterlab_runs_a_notebook_and_its_slider_moves_the_plot(chromium, lab: str) -> None:
-    context = chromium.new_context(viewport={"width": 1280, "height": 1000})
-    page = context.new_page()
-    asked: list[str] = []
-    errors: list[str] = []
-    page.on("request", lambda r: asked.append(r.url))
-    page.on("pageerror", lambda e: errors.append(str(e)))
-    page.goto(f"{lab}/lab/tree/50_slide.ipynb", timeout=60_000)
-    page.wait_for_selector(".jp-Notebook", timeout=60_000)
-    page.wait_for_function("window.jupyterapp && window.jupyterapp.serviceManager.isReady", timeout=60_000)
-    kernel = "window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel"
-    page.wait_for_function(f"{kernel}?.connectionStatus === 'connected'", timeout=60_000)
-    page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    page.wait_for_selector(".widget-html-content img", timeout=120_000)
-    assert page.locator(".nw-still").count() == 0, "the live form is shown, not the still"
-    before = page.get_attribute(".widget-html-content img", "src")
-    handle = page.locator(".noUi-handle").first
-    handle.focus()
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function(
-        "b => document.querySelector('.widget-html-content img').src !== b", arg=before, timeout=30_000
-    )
-    assert page.get_attribute(".widget-html-content img", "alt") == "A line that rises from zero to 2 in one step."
-    assert [u for u in asked if not u.startswith((lab, "data:", "blob:"))] == [] and errors == []
-    context.close()
