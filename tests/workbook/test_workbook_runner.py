@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
-from needlework.workbook import cli, runner, writer
+from needlework.workbook import cli, incidents, runner, writer
 
 
 def run(twin: Path, root: Path, **options: object) -> nbformat.NotebookNode:
@@ -52,10 +52,24 @@ def test_another_incident_goes_elsewhere_with_its_parameters(small: Path) -> Non
     before = sorted((small / "notebooks").glob("*.ipynb"))
     assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x"]) == 0
     assert sorted((small / "notebooks").glob("*.ipynb")) == before
-    nb = nbformat.read(small / "build/one/00_words.ipynb", 4)
+    nb = nbformat.read(small / "build/one-recorded-x/00_words.ipynb", 4)
     injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
     assert [c.source for c in injected] == ["incident = 'one'"]  # this notebook has no parameter `target`
-    assert "rebuilt from recordings" in (small / "report/one/index.html").read_text()
+    assert "rebuilt from recordings" in (small / "report/one-recorded-x/index.html").read_text()
+
+
+def test_no_target_is_published_as_another(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
+    live = {p.name for p in (small / "report").iterdir()}
+    capsys.readouterr()
+    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
+    assert "up to date" not in capsys.readouterr().out, "a live endpoint may answer otherwise today"
+    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:10"]) == 0
+    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded"]) == 0
+    assert "up to date" not in capsys.readouterr().out
+    every = {p.name for p in (small / "report").iterdir()}
+    assert len(live) == 1 and len(every) == 3 and "one" in every and "context-loss" not in every
+    assert {p.name for p in (small / "build").iterdir()} == every and not any("127" in name for name in every)
 
 
 def test_parameters_assigned_together_are_parameters(small: Path) -> None:
@@ -69,7 +83,7 @@ def test_an_incident_sets_its_own_parameters(small: Path) -> None:
     with (small / "data/incidents/one/incident.toml").open("a") as settings:
         settings.write("\n[workbook.parameters.00_words]\nlimit = 1\nunknown = 2\n")
     assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x", "--no-report"]) == 0
-    nb = nbformat.read(small / "build/one/00_words.ipynb", 4)
+    nb = nbformat.read(small / "build/one-recorded-x/00_words.ipynb", 4)
     injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
     assert [c.source for c in injected] == ["incident = 'one'\nlimit = 1"]  # it has no parameter `unknown`
 
@@ -148,6 +162,59 @@ def test_ctrl_c_leaves_no_process(small: Path) -> None:
     assert gone(int(mark.read_text())) and all(gone(p.pid) for p in below)
 
 
+RECORDS = """import os, pathlib
+run = pathlib.Path(os.environ["NEEDLEWORK_RECORD"])
+run.mkdir(parents=True, exist_ok=True)
+with (run / "trials.jsonl").open("a") as file:
+    file.write("{}\\n")
+assert len((run / "trials.jsonl").read_text().splitlines()) == 2, "killed half way"
+"""
+
+
+def test_a_recording_that_was_stopped_goes_on_and_counts_only_when_whole(small: Path) -> None:
+    write(small, "09_records", RECORDS)
+    runs = small / "data/incidents/context-loss/runs"
+    assert cli.main(["run", "09", "--record", "--no-report"]) == 1
+    assert [p.name for p in runs.iterdir()] == ["09_records.part"] and incidents.incident(
+        "context-loss"
+    ).run_names == []
+    assert cli.main(["run", "09", "--record", "--no-report"]) == 0
+    assert [p.name for p in runs.iterdir()] == ["09_records"]
+    assert incidents.incident("context-loss").run_names == ["09_records"]
+    with pytest.raises(ValueError, match="already recorded: 09_records"):
+        cli.main(["run", "09", "--record"])
+    with pytest.raises(ValueError, match="nothing to record from a recording"):
+        cli.main(["run", "09", "--record", "--target", "recorded"])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[[[", "not valid TOML"),
+        ("a=" + "[" * 5000, "not valid TOML"),
+        ("workbook = 3", "must be a table"),
+        ("[workbook]\nnotebooks = 3", "list of notebook names"),
+        ("[workbook]\nnotebooks = [3]", "list of notebook names"),
+        ("[workbook]\nnotebooks = ['../../etc']", "no notebook '../../etc'"),
+        ("[workbook]\nparameters = 3", "tables of parameters"),
+        ("[workbook.parameters]\n00_words = 3", "tables of parameters"),
+        ("[workbook]\ntarget = 3", "must be a text"),
+    ],
+)
+def test_a_hostile_incident_is_one_sentence(small: Path, text: str, sentence: str) -> None:
+    (small / "data/incidents/one/incident.toml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        cli.main(["run", "--incident", "one"])
+
+
+def test_an_incident_asked_for_by_name_is_rebuilt_from_its_recordings(small: Path) -> None:
+    (small / "data/incidents/context-loss/incident.toml").write_text("[workbook]\ntarget = 'recorded'\n")
+    assert cli._plan(small, None, None).default and cli._plan(small, None, None).target is None
+    named = cli._plan(small, "context-loss", None)
+    assert named.target == "recorded" and not named.default
+    assert cli._plan(small, "context-loss", "lab").default
+
+
 def test_unknown_notebook_and_incident_are_one_sentence(small: Path) -> None:
     for argv, sentence in ((["run", "77"], "no notebook '77'"), (["run", "--incident", "x"], "no incident 'x'")):
         with pytest.raises(ValueError, match=sentence):
@@ -163,3 +230,23 @@ def test_keep_brings_cells_back(small: Path, capsys: pytest.CaptureFixture[str])
     assert "# A new sentence." in twin.read_text()
     with pytest.raises(ValueError, match="execute it first"):
         cli.main(["run", "--keep", "00"])
+
+
+def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twin = write(
+        small, "02_two", "from needlework import workbook", "print(1)\nworkbook.need(False, 'two <arms>')", "1 / 0"
+    )
+    twin.write_text("# %% [markdown]\n# # Two\n#\n# Why?\n\n" + twin.read_text())
+    assert cli.main(["run"]) == 3
+    said, errors = capsys.readouterr()
+    assert (
+        "not for this target: two <arms>" in said and "1 of 3 notebooks have no answer" in errors and "02_two" in errors
+    )
+    nb = nbformat.read(writer.notebook_path(twin), 4)
+    kinds = [o.output_type for c in nb.cells for o in c.get("outputs", ())]
+    assert kinds == ["stream", "display_data"] and nb.metadata["needlework"]["cannot"] == "two <arms>"
+    page = (small / "report/context-loss/index.html").read_text()
+    assert "Not for this target." in page and "two &lt;arms&gt;" in page and "<arms>" not in page
+    assert cli.main(["run"]) == 3 and "up to date\n    not for this target" in capsys.readouterr().out

@@ -10,14 +10,18 @@ import importlib
 from typing import Any
 
 __all__ = [
+    "CannotAnswer",
     "Incident",
     "Target",
     "TargetError",
+    "advice",
+    "deployed",
     "explorers",
     "figures",
     "incident",
     "incidents",
     "machine",
+    "need",
     "open_target",
     "report",
     "runner",
@@ -29,6 +33,10 @@ __all__ = [
 ]
 
 _HOME = {
+    "CannotAnswer": "cannot",
+    "advice": "remedies",
+    "deployed": "about",
+    "need": "cannot",
     "start": "session",
     "source": "session",
     "summary": "verdict",

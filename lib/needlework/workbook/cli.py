@@ -14,9 +14,12 @@ from typing import Any
 from needlework.evidence import Bundle
 from needlework.workbook import incidents, report, runner, writer
 
+NO_ANSWER = 3  # exit status: the report is built, and some notebooks say why they have no answer for this target
+
 
 def main(argv: list[str]) -> int:
-    """argv: the verb (`run` or `report`) and its arguments. Returns the exit status."""
+    """argv: the verb (`run` or `report`) and its arguments. Returns the exit status: 0, 1 when a notebook failed, 3
+    when one has no answer for the target."""
     verb, *rest = argv
     return _run(rest) if verb == "run" else _report(rest)
 
@@ -30,8 +33,9 @@ def _run(argv: list[str]) -> int:
     parser.add_argument("--incident", help="rebuild this folder of data/incidents from its recordings")
     parser.add_argument(
         "--target",
-        help="lab, lab:pd:F14, vllm, http://…, recorded (each notebook from its own recorded run), recorded:<run>; "
-        "default: what the incident says, and the deployment in a box when none is named",
+        help="lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, recorded (each notebook from its own recorded "
+        "run), recorded:<run>; http://…+tokenizer=http://… where a router has none; default: what the incident "
+        "says, and the deployment in a box when none is named",
     )
     parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
     parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default 2)")
@@ -70,6 +74,10 @@ def _run(argv: list[str]) -> int:
         page = report.build(plan)
         seconds = time.perf_counter() - began
         print(f"{page.relative_to(root)}  {page.stat().st_size / 1e6:.1f} MB  ({seconds:.0f} s in all)")
+    if skipped := [d.name for d in results if d.cannot]:
+        told = f"{len(skipped)} of {len(results)} notebooks have no answer for this target: {', '.join(skipped)}"
+        print(f"needlework run: {told}", file=sys.stderr)
+        return NO_ANSWER
     return 0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import hashlib
+import html
 import os
 import re
 import subprocess
@@ -23,7 +25,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbclient.util import ensure_async
 from nbformat import NotebookNode
 
-from needlework.workbook import incidents, tables, writer
+from needlework.workbook import cannot, incidents, tables, writer
 
 TIMEOUT_S = 300.0  # for one notebook; the aim is 30
 _TRACE = '__import__("needlework.workbook.trace", fromlist=["_"])'
@@ -45,11 +47,13 @@ class Done:
     seconds: float = 0.0
     executed: bool = False
     error: str = ""
+    cannot: str = ""  # why it has no answer for this target; what it measured until then stands
 
     def __str__(self) -> str:
         if self.error:
             return f"{self.name:<28} failed after {self.seconds:.1f} s"
-        return f"{self.name:<28} {f'{self.seconds:.1f} s' if self.executed else 'up to date'}"
+        told = f"{self.name:<28} {f'{self.seconds:.1f} s' if self.executed else 'up to date'}"
+        return f"{told}\n    not for this target: {self.cannot}" if self.cannot else told
 
 
 # ---- one notebook ----
@@ -80,6 +84,7 @@ async def execute(
 ) -> NotebookNode:
     """Execute a twin in a fresh kernel `python3` and return the canonical notebook.
 
+    A cell that raises CannotAnswer ends it: the sentence takes the place of the error, and the stamp holds it too.
     Raises NotebookFailed when a cell raises, the kernel dies or timeout_s passes. Kernel and all its children are gone
     on return.
     """
@@ -101,14 +106,20 @@ async def execute(
         extra_arguments=["--HistoryManager.hist_file=:memory:"],
         stderr=subprocess.DEVNULL,  # the polite end is an interrupt, which the kernel would report as an error
     )
-    finished = False
+    finished, reason = False, ""
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
             await client.async_start_new_kernel_client()
             await _silently(client, f"{_TRACE}.begin({str(root)!r})")
             for index, cell in enumerate(nb.cells):
-                await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
+                try:
+                    await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
+                except CellExecutionError as error:
+                    if error.ename != cannot.CannotAnswer.__name__:
+                        raise
+                    reason = _ended(cell, root)
+                    break
             used = ast.literal_eval(await _silently(client, "", f"{_TRACE}.report()"))
             finished = True
     except CellExecutionError as error:
@@ -124,7 +135,8 @@ async def execute(
         await asyncio.shield(_stop(manager, client, finished))
         sockets.cleanup()
     try:
-        return writer.canonical(nb, writer.stamp(twin, used), root)
+        stamp = writer.stamp(twin, used) | ({"cannot": reason} if reason else {})
+        return writer.canonical(nb, stamp, root)
     except writer.TwinError as error:
         raise NotebookFailed(twin.stem, f"cannot be written: {error}", nb) from None
 
@@ -167,6 +179,19 @@ async def _stop(manager: AsyncKernelManager, client: NotebookClient, finished: b
             process.kill()
 
 
+def _ended(cell: NotebookNode, root: Path) -> str:
+    """The sentence of a cell that raised CannotAnswer, which it shows from now on instead of the error."""
+    raised = next(o for o in cell.outputs if o.output_type == "error")
+    sentence = tables.plain(writer.scrub(raised.evalue, root), 600)
+    shown = {
+        "text/html": f"<p><strong>Not for this target.</strong> {html.escape(sentence)}</p>",
+        "text/plain": f"Not for this target: {sentence}",
+    }
+    cell.outputs = [o for o in cell.outputs if o is not raised]
+    cell.outputs.append(nbformat.v4.new_output("display_data", data=shown))
+    return sentence
+
+
 def _cell_error(nb: NotebookNode, error: CellExecutionError, root: Path) -> str:
     """`failed in cell N`, the line that raised, and the error in its own words."""
     for place, cell in enumerate(nb.cells, start=1):
@@ -186,8 +211,8 @@ def _cell_error(nb: NotebookNode, error: CellExecutionError, root: Path) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run executes and where it writes. The default incident on the default target writes notebooks/; others
-    build/<incident>/."""
+    """What one run executes and where it writes. The default incident on the default target writes notebooks/, every
+    other pair of incident and target a folder of its own under build/: what one target answered is never another's."""
 
     root: Path
     incident: str = incidents.DEFAULT
@@ -202,10 +227,31 @@ class Plan:
     def default(self) -> bool:
         return self.incident == incidents.DEFAULT and self.target in (None, "", "lab")
 
+    @property
+    def kind(self) -> str:
+        """The kind of target: lab, vllm, recorded or http."""
+        match = re.search(r"(?:^|=)(lab|vllm|recorded|https?)\b", self.target or "lab")
+        return match[1].rstrip("s") if match else "http"
+
+    @property
+    def place(self) -> str:
+        """Folder under build/ and report/: the incident, and the target unless the incident is always read with it. An
+        address shows only as a digest."""
+        if self.default or (self.incident != incidents.DEFAULT and self.target in (None, "", "recorded")):
+            return self.incident
+        target = self.target or "lab"
+        short = re.sub(r"[^\w.-]+", "-", target)
+        if self.kind == "http" or "/" in target or len(short) > 40:
+            short = f"{self.kind}-{hashlib.sha256(target.encode()).hexdigest()[:8]}"
+        return f"{self.incident}-{short}"
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the target answers the same tomorrow, so that an executed notebook can be up to date."""
+        return self.kind in ("lab", "recorded")
+
     def output(self, twin: Path) -> Path:
-        return (
-            writer.notebook_path(twin) if self.default else self.root / "build" / self.incident / f"{twin.stem}.ipynb"
-        )
+        return writer.notebook_path(twin) if self.default else self.root / "build" / self.place / f"{twin.stem}.ipynb"
 
     def parameters(self, twin: Path) -> dict[str, Any]:
         """What is set after the notebook's `parameters` cell; nothing for the default incident and target."""
@@ -220,7 +266,7 @@ class Plan:
         if self.target:
             found["NEEDLEWORK_TARGET"] = self.target
         if self.record:
-            found["NEEDLEWORK_RECORD"] = str(self.recording(twin))
+            found["NEEDLEWORK_RECORD"] = str(self.unfinished(twin))
         return found
 
     @property
@@ -230,6 +276,10 @@ class Plan:
     def recording(self, twin: Path) -> Path:
         """Where what this notebook measures is recorded."""
         return self.bundle / "runs" / twin.stem
+
+    def unfinished(self, twin: Path) -> Path:
+        """Where it lies until the notebook has come to its end; a run that was stopped goes on from there."""
+        return self.bundle / "runs" / f"{twin.stem}{incidents.UNFINISHED}"
 
 
 def choose(names: Sequence[str], root: Path) -> list[Path]:
@@ -256,19 +306,21 @@ async def run_all(
     timeout_s: float = TIMEOUT_S,
     tell: Callable[[str], None] = print,
 ) -> list[Done]:
-    """Execute those of `chosen` that are stale (all with `everything`), `jobs` at a time in file order; the last waits
-    for the others, because the verdict reads what they left. `tell` gets one line per notebook as it ends."""
+    """Execute those of `chosen` that are stale (all with `everything`, or when the target may answer otherwise today),
+    `jobs` at a time in file order; the last waits for the others, because the verdict reads what they left. `tell` gets
+    one line per notebook as it ends."""
+    everything = everything or not plan.repeatable
     gate = asyncio.Semaphore(max(1, jobs))
 
     async def one(twin: Path) -> Done:
         async with gate:
             output = plan.output(twin)
             if not everything and writer.why_stale(output, twin, plan.root) is None:
-                done = Done(twin.stem)
+                done = Done(twin.stem, cannot=_reason(output))
                 tell(str(done))
                 return done
             began = time.perf_counter()
-            error = ""
+            error = reason = ""
             try:
                 nb = await execute(
                     twin,
@@ -279,9 +331,12 @@ async def run_all(
                 )
                 output.parent.mkdir(parents=True, exist_ok=True)
                 _replace(output, writer.dumps(nb))
+                reason = nb.metadata["needlework"].get("cannot", "")
+                if plan.record and plan.unfinished(twin).is_dir():
+                    os.replace(plan.unfinished(twin), plan.recording(twin))
             except NotebookFailed as failure:
                 error = str(failure)
-            done = Done(twin.stem, time.perf_counter() - began, True, error)
+            done = Done(twin.stem, time.perf_counter() - began, True, error, reason)
             tell(str(done) + (f"\n{error}" if error else ""))
             return done
 
@@ -296,6 +351,11 @@ async def run_all(
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
     return results
+
+
+def _reason(output: Path) -> str:
+    """Why an executed notebook has no answer for its target, or ""."""
+    return str(nbformat.read(output, as_version=4).metadata.get("needlework", {}).get("cannot", ""))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -9,6 +9,10 @@ interface.
 Specifications: `lab`, `lab:pd:F14`, `lab:combined,pd:F05:k=256`, `lab:pd:healthy:geometry=tiny`, `vllm`, `vllm:pd`,
 `http://host:port`,
 `a=http://host:1,b=http://host:2`, `recorded:<run>` (a run of the incident, or a folder), `a=recorded:x,b=recorded:y`.
+
+A router often hides the routes of its workers. `pd=http://router:1+tokenizer=http://prefill:2` names who counts tokens,
+`+cache=http://prefill:2` whose counter tells cached tokens, `+metrics=…` whose gauges count. Where no tokenizer is
+named and the arm has none, another arm of the target that serves the same model counts for it.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -263,19 +267,53 @@ def _http(named: Mapping[str, str], spec: str, model: str | None, api_key: str |
 
     model = model or os.environ.get("NEEDLEWORK_MODEL") or None
     key = api_key or os.environ.get("NEEDLEWORK_API_KEY") or None
-    endpoints = {}
-    for arm, url in named.items():
+    endpoints, serves = {}, {}
+    for arm, part in named.items():
+        url, *roles = part.split("+")
         base = re.sub(r"/v1/?$", "", url.rstrip("/"))
+        helpers: dict[str, Any] = _helpers(arm, roles)
         if check:
-            check_endpoint(base, model=model, api_key=key, arm=arm)
-        endpoints[arm] = Endpoint(base, model=model, api_key=key)
-    return Target(
-        "http",
-        ",".join(f"{arm}=live" for arm in named),
-        endpoints,
-        {},
-        f"{len(named)} live endpoint{'s' if len(named) > 1 else ''}",
-    )
+            serves[arm] = check_endpoint(base, model=model, api_key=key, arm=arm)
+        endpoints[arm] = Endpoint(base, model=model, api_key=key, **helpers)
+    said = f"{len(named)} live endpoint{'s' if len(named) > 1 else ''}"
+    for arm, lender in _lenders(endpoints, serves).items():
+        endpoints[arm].tokenizer_url = endpoints[lender].tokenizer_url or endpoints[lender].base_url
+        said += f"; {arm} has no tokenise route, {lender} counts for it"
+    return Target("http", ",".join(f"{arm}=live" for arm in named), endpoints, {}, said)
+
+
+def _helpers(arm: str, roles: Sequence[str]) -> dict[str, str]:
+    """`tokenizer=URL` and the like, as options of an Endpoint."""
+    found = {}
+    for role in roles:
+        name, _, url = role.partition("=")
+        if name not in ("tokenizer", "cache", "metrics") or not url.startswith(("http://", "https://")):
+            raise TargetError(
+                f"cannot read {plain(role, 40)!r} of arm {arm!r}; after the address come +tokenizer=http://…, "
+                "+cache=http://… or +metrics=http://…"
+            )
+        found[f"{name}_url"] = url
+    return found
+
+
+def _lenders(endpoints: Mapping[str, Any], serves: Mapping[str, list[str]]) -> dict[str, str]:
+    """Arm without a tokenise route -> an arm that has one and serves the same models; only with several live arms."""
+    from needlework.serving import counts, run
+
+    if len(serves) < 2:
+        return {}
+    hello = [{"role": "user", "content": "Hello."}]
+    has = {
+        arm: run(counts.tokenize_form(endpoint, serves[arm][0], hello))[1] is not None
+        for arm, endpoint in endpoints.items()
+        if serves.get(arm)
+    }
+    able = [arm for arm, counts_tokens in has.items() if counts_tokens]
+    return {
+        arm: lender
+        for arm, counts_tokens in has.items()
+        if not counts_tokens and (lender := next((a for a in able if serves[a] == serves[arm]), None))
+    }
 
 
 def check_endpoint(
