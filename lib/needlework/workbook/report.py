@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import tempfile
@@ -38,7 +37,7 @@ class ReportError(RuntimeError):
 
 
 def build(plan: runner.Plan) -> Path:
-    """Write report/<incident>/index.html from the executed notebooks of `plan` and return its path.
+    """Write report/<place>/index.html from the executed notebooks of `plan` and return its path.
 
     A notebook that was not executed is named on the page. Raises ReportError when none was, or when the page fails
     `problems`.
@@ -55,23 +54,17 @@ def build(plan: runner.Plan) -> Path:
         subtitle=_subtitle(plan, bundle),
         found=_summary(notebooks, bundle),
         missing=missing,
-        kind=_kind(plan),
+        kind=plan.kind,
     )
     wrong = problems(text, [stem for stem, _ in notebooks])
     if wrong:
         raise ReportError("the report was not written: " + "; ".join(wrong[:8]))
-    path = plan.root / "report" / plan.incident / "index.html"
+    path = plan.root / "report" / plan.place / "index.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".part")
     beside.write_text(text, "utf-8")
     os.replace(beside, path)
     return path
-
-
-def _kind(plan: runner.Plan) -> str:
-    """The kind of target that the notebooks were executed on."""
-    match = re.search(r"(?:^|=)(lab|vllm|recorded|https?)\b", plan.target or "lab")
-    return match[1] if match else "http"
 
 
 def _subtitle(plan: runner.Plan, bundle: incidents.Incident | None) -> str:
@@ -80,7 +73,7 @@ def _subtitle(plan: runner.Plan, bundle: incidents.Incident | None) -> str:
         "vllm": "measured on vLLM on this machine",
         "recorded": "rebuilt from recordings, nothing was sent",
     }
-    return f"Incident {plan.incident}, {words.get(_kind(plan), 'measured on a live endpoint')}"
+    return f"Incident {plan.incident}, {words.get(plan.kind, 'measured on a live endpoint')}"
 
 
 def _summary(
