@@ -17,7 +17,7 @@
 import contextlib
 
 import pandas as pd
-from needlework import probes, workbook
+from needlework import analysis, probes, workbook
 
 start = workbook.start("Reproduce the symptom")
 
@@ -100,8 +100,17 @@ interrupted
 assert interrupted.verdict in ("healthy", "not proven"), str(interrupted)
 
 # %% [markdown]
-# Few trials, so the intervals are wide: they exclude that interruptions are the main cause, not that one in ten of them
-# does harm. More rounds would narrow that (`rounds=20`).
+# What do two of two allow?
+
+# %%
+allowed = 1 - analysis.wilson(2, 2).low
+assert round(allowed, 2) == 0.66
+print(f"2 of 2 found is compatible with harm in up to {allowed:.0%} of the interruptions")
+
+# %% [markdown]
+# So two rounds clear nothing: they only fail to show that an interruption *alone* brings the loss about. What speaks against
+# it as the cause is the table above: `tell_ask` has no interruption, and loses the same fact. To exclude that one
+# interruption in six does harm takes twenty rounds (`rounds=20`).
 
 # %% [markdown]
 # ## Why nobody noticed: the text is coherent

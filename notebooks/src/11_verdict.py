@@ -17,21 +17,25 @@
 import json
 import os
 
+import pandas as pd
 from needlework import analysis, probes, workbook
 
 start = workbook.start("Reach a verdict")
 
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
-target = "recorded"  # every recorded run; or lab:combined,pd:healthy, lab:combined,pd:F13, a=http://…,b=http://…
-lengths = (1024, 3584, 4608, 6144)  # prompt tokens, for a live target
-depths = (0.1, 0.6, 0.75, 0.9)
+target = "recorded"  # every recorded run; or lab:combined,pd:healthy, http://…, a=http://…,b=http://…
+lengths = (1024, 2560, 3584, 6144)  # prompt tokens, for a live target
+depths = (0.1, 0.3, 0.6, 0.9)
+constants = {}  # what the deployment does not tell of itself, such as {"topk": 512, "ratio": 4}
 seed = 0
 
 # %%
 bundle = workbook.incident(incident)
-settings = bundle.settings.get("incident", {})
-symptom = settings.get("symptom", "not recorded")
+target = os.environ.get("NEEDLEWORK_TARGET") or target
+live = target != "recorded"
+symptom = bundle.settings.get("incident", {}).get("symptom", "not recorded")
+symptom = "not recorded: this deployment was measured, nobody reported on it" if live else symptom
 print(symptom)
 
 # %% [markdown]
@@ -40,18 +44,33 @@ print(symptom)
 # One row a request, whichever instrument sent it. Runs are joined by the identity of the trial, so a trial that two runs
 # share counts once.
 
+
 # %%
-target = os.environ.get("NEEDLEWORK_TARGET") or target
-if target == "recorded":
-    tables = {name: analysis.load_trials(bundle.run(name)) for name in bundle.run_names}
-else:
+def measure(opened) -> list:
+    """Identical prompts on two arms; with one arm alone a grid, and cold against warm."""
+    same = {"lengths": lengths, "seed": seed}
+    if len(opened.arms) == 2:
+        return [probes.compare_arms(opened.arms, depths=depths, repeats=1, cache=("cold", "warm"), **same)]
+    (arm,) = opened.arms
+    return [
+        probes.recall(opened.first, depths=depths, arm=arm, **same),
+        probes.warm_cold(opened.first, repeats=2, depth=depths[-1], arm=arm, **same),
+    ]
+
+
+# %% [markdown]
+# One arm alone can show that something is lost and where; only two tell whether the split has a part in it.
+
+# %%
+if live:
     with workbook.open_target(target, incident=bundle) as opened:
-        measured = probes.compare_arms(
-            opened.arms, lengths=lengths, depths=depths, repeats=1, cache=("cold", "warm"), seed=seed
-        )
-    tables = {"live": measured.trials}
-trials = analysis.concat(tables.values())
-assert len(trials), "no run is recorded for this incident; set the target to a live one"
+        workbook.need(len(opened.arms) <= 2, "this notebook measures one arm or compares two; name fewer")
+        about, results = workbook.deployed(bundle, opened), measure(opened)
+    tables = [result.trials for result in results]
+else:
+    about, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
+workbook.need(tables, "no run is recorded for this incident; set the target to a live one")
+trials = analysis.concat(tables)
 
 # %%
 overview = trials.assign(hit=analysis.hits(trials)).groupby(["run", "probe", "arm", "cache"], dropna=False)["hit"]
@@ -61,6 +80,17 @@ workbook.tables.table(rows, "What was measured")
 # %% [markdown]
 # A trial that measured nothing (cut by a budget, lost on the way) is in the first count and not in the second. It is never a
 # miss.
+#
+# ## What is deployed
+#
+# An edge means something only beside the constants of *this* deployment. They are read from what it says of itself, or
+# from what was collected; what nobody told stays *not known*, and can be set in the parameters.
+
+# %%
+geometry = {**about.config, **constants}
+workbook.tables.table(about.table(), "What the deployment says of itself")
+
+# %% [markdown]
 #
 # ## Guess first
 #
@@ -73,13 +103,26 @@ workbook.tables.table(rows, "What was measured")
 # checkpoint) stand in the same ranking.
 
 # %%
-geometry = {"topk": 512, "ratio": 4, "window": 128, "page": 64, "chunk": 2048}  # as deployed, see 01_collect_evidence
 diagnosis = analysis.diagnose(trials, {"config": geometry})
 diagnosis
 
 # %%
-ranking = diagnosis.table().head(5)[["code", "title", "posterior", "for", "against"]]
-workbook.tables.table(ranking, "The five most likely causes, with what speaks for and against each")
+ranking = diagnosis.table().head(5)
+bounds = {"posterior": "{:.1%}"}
+workbook.tables.table(ranking[["code", "title", "posterior"]], "The five most likely causes", formats=bounds)
+
+# %% [markdown]
+# What stands behind the ranking? One line for each observation, the most telling first. A line against the first cause is
+# read with care: it may be a shape that the recorded mixture of places and lengths cannot show.
+
+# %%
+sides = [
+    {"class": r.code, "speaks": side, "what was seen": text}
+    for r in diagnosis.ranked[:3]
+    for side, evidence in (("for", r.supporting), ("against", r.opposing))
+    for text in list(dict.fromkeys(e.text for e in evidence))[:3]
+]
+workbook.tables.table(pd.DataFrame(sides), "What speaks for and against the first three")
 
 # %% [markdown]
 # The shares add to one over the classes on the list. A cause that nobody has described yet is not on the list, so a share is
@@ -99,7 +142,7 @@ assert len(diagnosis.ranked) == 26
 
 # %%
 digests = {}
-for sent in sorted(bundle.pages.glob("prefill-*.json")) if target == "recorded" else []:
+for sent in [] if live else sorted(bundle.pages.glob("prefill-*.json")):
     received = sent.with_name(sent.name.replace("prefill", "decode", 1))
     digests[sent.stem.removeprefix("prefill-")] = (
         json.loads(sent.read_text())["digest"] == json.loads(received.read_text())["digest"]
@@ -123,19 +166,28 @@ assert not digests or before.code == after.code or "differs" in str(after.suppor
 # the other notebooks enter here by their result; this notebook enters what the trials alone can clear.
 
 # %%
-book = analysis.Ledger(incident, symptom=symptom, deployment={"config": geometry, "version": settings.get("engine")})
+told = {"config": geometry, "version": about.version, "command": list(about.command) or "not known"}
+book = analysis.Ledger(incident, symptom=symptom, deployment=told)
 suspects = {"F01": 0.1, "F04": 0.1, "F05": 0.15, "F09": 0.15, "F13": 0.15, "F14": 0.15}
 for code, prior in suspects.items():
     book = book.suspect(code, analysis.BY_CODE[code].title, prior)
 
 # %% [markdown]
 # A class is cleared by a run only when the run *could* have shown it: the feature that the class brings nine times in ten
-# was looked for, and is not there.
+# was looked for, and is not there. Two things do not clear. The *shape* of the fall (sharp or soft with length) is not
+# used: where the fall follows the needle's place, a curve over lengths mixes both sides of the edge. And a class whose
+# decisive instrument was not used stays open, whatever else speaks against it.
 
 # %%
-for code in suspects:
+SHAPES = {"edge", "sharp", "soft_fall"}
+OWN = {
+    "F01": "page round trip",
+    "F04": "exact top-k",
+}  # their decisive instruments, as the list of the missing calls them
+unseen = {code for code, name in OWN.items() if any(line.startswith(name) for line in diagnosis.missing)}
+for code in sorted(set(suspects) - unseen - set(diagnosis.causes)):
     for name, feature in diagnosis.features.items():
-        if feature.presence == 0 and analysis.BY_CODE[code].odds(name) >= 0.85 and code not in diagnosis.causes:
+        if feature.presence == 0 and name not in SHAPES and analysis.BY_CODE[code].odds(name) >= 0.85:
             book = book.record("all runs", name.replace("_", " "), feature.text, exonerates=[code])
 book = book.conclude(diagnosis)
 book
@@ -146,10 +198,16 @@ workbook.tables.table(book.exonerated(), "Cleared, and by what")
 # %% [markdown]
 # ## The next decisive test
 #
-# A good test is one on which the remaining hypotheses disagree. Its expected outcome is written down before it is run.
+# A good test is one on which the remaining hypotheses disagree. Its expected outcome is written down before it is run. A
+# search for the edge that was made is not proposed again; where two constants are equal, it cannot tell them apart either.
 
 # %%
-for test in diagnosis.next_tests[:3]:
+walked = (trials["probe"] == "cliff").any()
+tests = [test for test in diagnosis.next_tests if not (walked and test.title.startswith("locate and walk"))]
+budget, chunk = geometry.get("topk", 0) * geometry.get("ratio", 1), geometry.get("chunk")
+if walked and budget and budget == chunk:
+    print(f"- top-k x ratio and the chunk are both {chunk:,}: only another chunk size tells which one the edge follows")
+for test in tests[:3]:
     print("-", test)
 
 # %% [markdown]
@@ -160,7 +218,7 @@ for test in diagnosis.next_tests[:3]:
 
 # %%
 text = book.issue_text()
-print(text[:700])
+print(text)
 assert all(part in text for part in ("**Version.**", "**Exact command.**", "**One flag at a time.**", "**Script.**"))
 
 # %% [markdown]
@@ -168,12 +226,16 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 
 # %%
 causes = [r for r in diagnosis.ranked if r.code in diagnosis.causes]
+seen = dict.fromkeys(e.text for r in causes for e in r.supporting)
+advised = [workbook.advice(code) for code in diagnosis.causes]
+named = f"{' and '.join(f'{a.what} (class {a.code})' for a in advised)}. " if advised else ""
 workbook.summary(
     symptom=symptom,
-    verdict=str(diagnosis).split("\n", 1)[0],
-    evidence=[e.text for r in causes for e in r.supporting[:4]] or ["no feature of any class stands out"],
-    confidence=diagnosis.confidence,
-    next_step=str(diagnosis.next_tests[0]),
+    verdict=f"{named}{str(diagnosis).split(chr(10), 1)[0]}",
+    evidence=list(seen)[:5] or ["no feature of any class stands out"],
+    confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. An e-value is the odds against the arms being "
+    "alike, whenever one looks; 20 is decisive. A class is one of the 26 listed, so the cause may still be an unlisted one.",
+    next_step=" ".join(map(str, advised)) or str(tests[0]),
 )
 
 # %% [markdown]

@@ -88,10 +88,9 @@ def length(v: View) -> list[Feature]:
         )
         out += _constants(v, whole, narrow)
     elif v.rate(v.base)[0] > 0:
-        out += [
-            Feature("sharp", 0.0, "no step with length", len(y)),
-            Feature("soft_fall", 0.0, "no fall with length", len(y)),
-        ]
+        other = best > 5 and max(gains, key=lambda name: gains[name]) != "edge"
+        text = "the fall follows the needle's place rather than the length" if other else "no fall with length"
+        out += [Feature("sharp", 0.0, text, len(y)), Feature("soft_fall", 0.0, text, len(y))]
     return out
 
 
