@@ -132,3 +132,19 @@ def test_the_shipped_table_is_what_the_page_says():
 
     data = json.loads(SHIPPED.read_text())
     assert shipped().totals("outside") == summarise(data["rows"], data["facts"]).totals("outside")
+    root = SHIPPED.parents[2]
+    assert shipped().markdown() == (root / "docs" / "calibration.md").read_text()
+    readme = (root / "README.md").read_text()
+    assert shipped().into(readme) == readme and shipped().into(readme.replace("| F07 |", "| F70 |")) == readme
+    with pytest.raises(ValueError, match="no place"):
+        shipped().into("a page without markers")
+
+
+def test_a_remembered_server_gives_the_same_answer_and_computes_it_once():
+    with start_inside("combined", (), remember=True, **GEOMETRY) as reference:
+        ask = [{"role": "user", "content": "The code of the red door is 58213. What is the code of the red door?"}]
+        first, again = (run_coroutine(reference.endpoint.chat(ask, max_tokens=12)) for _ in range(2))
+        assert first.text == again.text and "58213" in first.text and reference.transport.generated == 1
+        other = [{"role": "user", "content": ask[0]["content"].replace("58213", "70044")}]
+        assert "70044" in run_coroutine(reference.endpoint.chat(other, max_tokens=12)).text
+        assert reference.transport.generated == 2

@@ -11,26 +11,25 @@ from needlework.probes.battery import Plan
 
 STRENGTHS = ("mild", "default", "severe")
 PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
-# two causes at once, of different kinds and in different places of the stack
-PAIRS = ("F01+F17", "F02+F09", "F05+F12", "F07+F09", "F07+N3", "F14+F09", "F06+F11", "N1+F17")
+# two causes at once, of different kinds and in different places of the stack, neither of which hides the other from
+# every instrument (a budget of four tokens, or prompts that fail from 130 tokens on, leave nothing to see of another)
+PAIRS = ("F01+F17", "F02+F09", "F02+F10", "F07+F09", "F07+F17", "F14+F09", "F08+F11", "N1+F17")
 # Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 768, a page at 64.
 GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 768, "pages": 129}
 PLAN = Plan(
     lengths=(110, 170, 300, 440, 1000, 2700),
-    arm_lengths=(600, 1700, 5000),
+    arm_lengths=(600, 1700, 4600),
     aa_pairs=6,
     residue_start=1100,
     period=12,
     residue_requests=60,
-    turn_length=700,
-    turn_repeats=2,
-    crowd=((3, 6), (4, 8), (6, 6)),
+    crowd=((3, 9), (4, 8), (6, 12)),
     crowd_lengths=(250, 400),
     fill_tokens=8200,
     reload_length=500,
     abort_length=1100,
-    abort_rounds=4,
-    instruments=("recall", "arms", "residues", "turns", "reload", "echo", "abort"),
+    abort_rounds=5,
+    instruments=("recall", "arms", "residues", "reload", "echo", "abort"),
 )
 
 
@@ -46,6 +45,14 @@ class Case:
     @property
     def label(self) -> str:
         return "+".join(self.faults) or "healthy"
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Engine options beside the geometry. Healthy deployments differ, so that no option itself looks like a fault:
+        every second one has a host tier behind its prefix cache, every second pair of seeds drafts tokens."""
+        if self.faults:
+            return {}
+        return {"host_pages": 512 * (self.seed % 2), "draft_tokens": 4 * (self.seed // 2 % 2)}
 
     @property
     def planted(self) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes of this machine (2)")
     parser.add_argument("--executor", metavar="dask:ADDRESS", help="a Dask scheduler whose workers see FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as a page")
+    parser.add_argument("--readme", type=Path, metavar="FILE", help="also put the short table between FILE's markers")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="trials and results; reused if there")
     asked = parser.parse_args(argv)
     names: list[str] = []
@@ -78,11 +79,11 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], executor
         print(f"the calibration stopped: {str(error)[:300]}", file=sys.stderr)
         return 2
     busy = sum(row["cpu_s"] for row in rows)
-    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown))]
+    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown), str(asked.readme))]
     command = shlex.join(["needlework", "calibrate", *plain]).replace("--out", "--out FOLDER")
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command.replace("--markdown", "--markdown FILE"),
+        "command": command.replace("--markdown", "--markdown FILE").replace("--readme", "--readme FILE"),
         "seeds": f"{asked.first_seed} to {asked.first_seed + asked.seeds - 1} (rules were made with seeds below 100)",
         "runs": len(rows),
         "processor time of the measurements": f"{busy / 60:.0f} min",
@@ -93,6 +94,12 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], executor
     (asked.out / "table.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if asked.markdown is not None:
         asked.markdown.write_text(summary.markdown(), encoding="utf-8")
+    if asked.readme is not None:
+        try:
+            asked.readme.write_text(summary.into(asked.readme.read_text(encoding="utf-8")), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            print(f"{asked.readme.name} was left alone: {str(error)[:200]}", file=sys.stderr)
+            return 2
     print(summary)
     return 0
 

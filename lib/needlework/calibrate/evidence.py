@@ -14,13 +14,18 @@ from needlework.serving import run as run_coroutine
 
 CONFIG = ("index_topk", "compress_ratio", "sliding_window", "page_size", "chunked_prefill_size", "context_length")
 VALUE = "58213"
-PLACES = 12  # times that one content is put into other pages
+PLACES = 9  # times that one content is put into other pages
 
 
 def config_of(endpoint: Endpoint) -> dict[str, int]:
     """Sizes in effect as /server_info tells them: public, but only some deployments offer it."""
     info = run_coroutine(endpoint.get_json("/server_info"))
     return {name: int(info[name]) for name in CONFIG if isinstance(info.get(name), int)}
+
+
+def has_host_tier(endpoint: Endpoint) -> bool:
+    """Does the server say that its prefix cache has a slower tier behind the device?"""
+    return bool(run_coroutine(endpoint.get_json("/server_info")).get("enable_hierarchical_cache"))
 
 
 def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) -> dict[str, Any]:
@@ -53,11 +58,11 @@ def _digests(deployment: InsideDeployment) -> dict[str, bool]:
 
 
 def _witness() -> tuple[list[dict[str, str]], str]:
-    """A prompt of about 1,400 tokens (more than one pass, more keys than the selection's budget) and the text up to
+    """A prompt of about 1,000 tokens (more than one pass, more keys than the selection's budget) and the text up to
     its fact."""
-    lines = [f"The counter of shelf {i} in the archive reads {(i * 7919) % 90000 + 10000}." for i in range(100)]
-    head = "\n".join(lines[:40]) + "\nThe secret code of the amber falcon is "
-    text = head + VALUE + ".\n" + "\n".join(lines[40:]) + "\nWhat is the secret code of the amber falcon?"
+    lines = [f"The counter of shelf {i} in the archive reads {(i * 7919) % 90000 + 10000}." for i in range(72)]
+    head = "\n".join(lines[:30]) + "\nThe secret code of the amber falcon is "
+    text = head + VALUE + ".\n" + "\n".join(lines[30:]) + "\nWhat is the secret code of the amber falcon?"
     return [{"role": "user", "content": text}], head
 
 

@@ -97,6 +97,45 @@ class Inside(httpx.AsyncBaseTransport):
         return httpx.Response(start["status"], headers=start["headers"], stream=_Body(parts, gone))
 
 
+class _Whole(httpx.AsyncByteStream):
+    """A body that is there already."""
+
+    def __init__(self, body: bytes):
+        self._body = body
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+
+class Remembered(httpx.AsyncBaseTransport):
+    """A server that is asked for each generation once: the same request again gets the same answer from memory.
+
+    For a healthy reference only, whose answers depend on nothing but the request: many examined deployments are
+    compared with it on the same prompts.
+    """
+
+    def __init__(self, server: Inside, most: int = 2000):
+        self.server, self.most = server, most
+        self._known: dict[tuple[str, bytes], tuple[int, list[tuple[bytes, bytes]], bytes]] = {}
+
+    @property
+    def generated(self) -> int:
+        return self.server.generated
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path not in GENERATE:
+            return await self.server.handle_async_request(request)
+        key = request.url.path, await request.aread()
+        if key not in self._known:
+            response = await self.server.handle_async_request(request)
+            body = await response.aread()
+            if response.status_code != 200 or len(self._known) >= self.most:
+                return httpx.Response(response.status_code, headers=response.headers, stream=_Whole(body))
+            self._known[key] = response.status_code, response.headers.raw, body
+        status, headers, body = self._known[key]
+        return httpx.Response(status, headers=headers, stream=_Whole(body))
+
+
 class Router(httpx.AsyncBaseTransport):
     """Sends a generation request to both halves of a pair and answers with decode's; the rest goes to prefill."""
 
@@ -133,7 +172,7 @@ class InsideDeployment:
     endpoint: Endpoint
     servers: Mapping[str, Endpoint]
     faults: tuple[str, ...]
-    transport: Inside | Router = field(repr=False)
+    transport: Inside | Router | Remembered = field(repr=False)
 
 
 @contextlib.contextmanager
@@ -142,9 +181,13 @@ def start_inside(
     faults: str | Sequence[str] = (),
     geometry: str = "tiny",
     seed: int = 0,
+    remember: bool = False,
     **options: Any,
 ) -> Iterator[InsideDeployment]:
-    """As `lab.start`, within this process. Raises ValueError for a setting that does not exist."""
+    """As `lab.start`, within this process. Raises ValueError for a setting that does not exist.
+
+    remember    answer a request that came before from memory (a combined reference only, see `Remembered`)
+    """
     from needlework.lab.decode import DecodeWorker
     from needlework.lab.engine import Engine
     from needlework.lab.prefill import PrefillWorker
@@ -162,7 +205,9 @@ def start_inside(
     for worker in workers.values():
         worker.start()
     try:
-        entry: Inside | Router = next(iter(apps.values()))
+        entry: Inside | Router | Remembered = next(iter(apps.values()))
+        if remember and mode == "combined":
+            entry = Remembered(apps["combined"])
         if mode == "pd":
             entry = Router(apps["prefill"], apps["decode"], workers["prefill"].transfer.port)
         servers = {role: Endpoint("http://inside", transport=app) for role, app in apps.items()}

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def _independent() -> Any:
     from needlework.calibrate.inside import start_inside
 
     keep = contextlib.ExitStack()
-    return keep, keep.enter_context(start_inside("combined", (), seed=WEIGHTS_SEED, **GEOMETRY))
+    return keep, keep.enter_context(start_inside("combined", (), seed=WEIGHTS_SEED, remember=True, **GEOMETRY))
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
 
     with contextlib.ExitStack() as stack:
         # physical pages are handed out in an order that a restart changes: so does the case's seed
-        options = {**GEOMETRY, "seed": WEIGHTS_SEED, "page_seed": case.seed}
+        options: dict[str, Any] = {**GEOMETRY, **case.options, "seed": WEIGHTS_SEED, "page_seed": case.seed}
         examined = stack.enter_context(start_inside(case.mode, case.planted, **options))
         others = {}
         if case.mode == "pd":
@@ -50,18 +50,21 @@ def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
     """Measure one case into `folder`/<key> (or read it back) and return its row of the results."""
-    from needlework.calibrate.evidence import config_of, inside_of
+    from needlework.calibrate.evidence import config_of, has_host_tier, inside_of
 
     here = Path(folder) / "runs" / key(case, plan)
     done = here / "evidence.json"
     if not done.is_file():
         started, cpu = time.perf_counter(), time.process_time()
         with _deployments(case) as (examined, others):
+            server = next(iter(examined.servers.values()))
+            # without a tier behind the device nothing can come back from one
+            asked = plan if has_host_tier(server) else replace(plan, fill_tokens=0)
             targets = {name: other.endpoint for name, other in others.items()}
             name = "pd" if case.mode == "pd" else "single"
-            result = battery(examined.endpoint, here, name=name, others=targets, plan=plan, seed=case.seed)
+            result = battery(examined.endpoint, here, name=name, others=targets, plan=asked, seed=case.seed)
             facts = {
-                "config": config_of(next(iter(examined.servers.values()))),
+                "config": config_of(server),
                 "requests": examined.transport.generated,
                 "skipped": dict(result.skipped),
                 "inside": inside_of(examined, others.get("reference")),

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("outside", "evidence")
 SHIPPED = Path(__file__).parents[3] / "data" / "calibration" / "table.json"  # of the last full run
+MARKERS = ("<!-- calibration: begin -->", "<!-- calibration: end -->")
 TITLES = {
     "outside": "From outside alone: answers, usage, and the sizes that the server states",
     "evidence": "With what a deployment offers inside: digests of transfers, page dumps, physical places",
@@ -108,6 +109,27 @@ class Summary:
             parts += ["| " + " | ".join(str(v) for v in row) + " |" for row in shown.itertuples(index=False)]
         parts += ["", _LEGEND, ""]
         return "\n".join(parts)
+
+    def compact(self) -> str:
+        """One row a class at default strength, from outside alone: the table that stands in the README."""
+        shown = self.table("outside")
+        shown = shown[(shown["strength"] == "default") & ~shown["class"].str.contains("+", regex=False)]
+        heads = ["class", "runs", "found", "right class first", "wrongly accused", "requests", "taken for"]
+        parts = [
+            " · ".join(f"{name}: {self.facts[name]}" for name in ("date", "status", "seeds") if name in self.facts)
+        ]
+        parts += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+        names = ["class", "runs", "detected", "first", "accused", "requests", "taken for"]
+        parts += ["| " + " | ".join(str(v) for v in row) + " |" for row in shown[names].itertuples(index=False)]
+        return "\n".join(parts)
+
+    def into(self, text: str) -> str:
+        """`text` with the compact table between its two markers; ValueError when it has none."""
+        before, begin, rest = text.partition(MARKERS[0])
+        _, end, after = rest.partition(MARKERS[1])
+        if not begin or not end:
+            raise ValueError(f"the page has no place for the table: it needs {MARKERS[0]} and {MARKERS[1]}")
+        return f"{before}{begin}\n{self.compact()}\n{end}{after}"
 
     def __str__(self) -> str:
         lines = []

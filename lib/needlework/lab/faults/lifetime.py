@@ -113,8 +113,8 @@ def key_collides(engine: Any, bits: int) -> None:
     "F12",
     "pages are freed while a copy into them is still under way",
     ("sglang#24527", "sglang#35049", "sglang#27372", "vllm-ascend#13501", "vllm#46289"),
-    strengths={"mild": {"delay": 4}, "default": {"delay": 2}, "severe": {"delay": 1}},
-    delay=2,
+    strengths={"mild": {"delay": 2}, "default": {"delay": 4}, "severe": {"delay": 6}},
+    delay=4,
 )
 def freed_too_early(engine: Any, delay: int) -> None:
     """An abort frees the pages of a request at once, although the write of its last chunk is still in flight and lands

@@ -86,9 +86,9 @@ def vacuous_warm(engine: Any) -> None:
     "N5",
     "the checkpoint itself is weak at length",
     ("llama.cpp#26694",),
-    strengths={"mild": {"reach": 12000}, "default": {"reach": 3000}, "severe": {"reach": 800}},
+    strengths={"mild": {"reach": 3000}, "default": {"reach": 1500}, "severe": {"reach": 800}},
     lookalike=True,
-    reach=3000,
+    reach=1500,
 )
 def weak_checkpoint(engine: Any, reach: int) -> None:
     """The model's own attention fades with distance and loses what stands more than `reach` tokens back. The same
