@@ -201,3 +201,23 @@ def test_digests_ignore_padding_and_see_every_entry():
         True,
         False,
     ]
+
+
+def test_a_flipped_bit_is_told_from_foreign_content():
+    """With digests of entries the slot is named; with those of pages alone the sentence leaves both readings open."""
+    layout = LAYOUTS["dsa-index-fp8"]
+    generator = torch.Generator().manual_seed(4)
+    raw, other = (layout.encode({"values": torch.randn(3, 64, 128, generator=generator)}) for _ in range(2))
+    exact, coarse = page_digests(raw, layout, entries=True), page_digests(raw, layout)
+    assert [digest[:16] for digest in exact] == coarse
+    flipped = raw.clone()
+    flipped[1, 20 * 128 + 7] ^= 1
+    found = diagnose(flipped, layout, digests=exact)
+    assert found[["name", "page", "slot", "slot_last"]].values.tolist() == [["changed", 1, 20, 20]]
+    found = diagnose(flipped, layout, digests=coarse)
+    assert found["name"].tolist() == ["stale"] and "or changed in place" in found["sentence"][0]
+    foreign = raw.clone()
+    foreign[2] = other[2]
+    found = diagnose(foreign, layout, digests=exact)
+    assert found["name"].tolist() == ["stale"] and "64 of 64 entries" in found["sentence"][0]
+    assert diagnose(raw, layout, digests=exact).empty

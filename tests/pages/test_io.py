@@ -77,6 +77,16 @@ def _hostile(folder, dump):
     yield "layout", variant("layout", layout="nonsense"), "unknown layout"
     yield "type", variant("type", layer="two"), "layer is int, found str"
     yield "stride", variant("stride", stride=3), "stride is at least 8,448"
+    yield "negative id", variant("negative", page_ids=[4, -9, 2]), "integers from 0 on, found -9"
+    yield "id twice", variant("twice", page_ids=[4, 9, 4]), "page 4 more than once"
+    yield "boolean id", variant("boolean", page_ids=[4, True, 2]), "integers from 0 on, found True"
+    yield "pages claimed", variant("pages", pages=4), "pages is 4, the bytes are 3 pages"
+    yield "no entry", variant("none", entries=0), "0 entries do not fit 3 pages"
+    yield "surrogate", variant("surrogate", pool="\ud800"), "pool is at most 200 printable characters"
+    yield "escape", variant("escape", request="\x1b[2J"), "request is at most 200 printable characters"
+    yield "long name", variant("long", role="r" * 201), "role is at most 200 printable characters"
+    yield "layer", variant("layer", layer=-1), "layer lies between 0 and"
+    yield "digests", variant("hex", page_digests=["0" * 15 + "g"] * 3), "page_digests are 16 hex digits"
     yield "json", (variant("list"), (folder / "list.json").write_text("[1]"))[0], "expected a JSON object"
     yield "deep", (variant("deep"), (folder / "deep.json").write_text("[" * 100_000))[0], "is not JSON"
     yield "empty", raw("empty.bin", b""), "is empty"
@@ -110,6 +120,71 @@ def test_hostile_files_cost_one_sentence_and_no_memory(tmp_path, dump, capsys):
         assert main(["pages", "diagnose", str(path)]) == 2
         captured = capsys.readouterr()
         assert captured.err.startswith("needlework pages: ") and captured.err.count("\n") == 1, name
+
+
+WRONG = (
+    None,
+    True,
+    -1,
+    0,
+    10**40,
+    1.5,
+    float("nan"),
+    "",
+    "\ud800",
+    "\n",
+    "x" * 10**4,
+    [],
+    [None],
+    [-1],
+    [[]],
+    {},
+    {"a": 1},
+)
+
+
+def test_every_wrong_sidecar_gets_one_sentence(tmp_path, dump):
+    """Each key with each wrong value: read as it is, or refused in one printable sentence."""
+    good = write_dump(tmp_path / "good.bin", dump)
+    side = json.loads((tmp_path / "good.json").read_text())
+    refused = 0
+    for key in (*side, "stride", "unknown"):
+        for wrong in WRONG:
+            (tmp_path / "good.json").write_text(json.dumps({**side, key: wrong}))
+            try:
+                assert len(read(good)) == 1
+            except ValueError as error:
+                refused += 1
+                assert str(error).isprintable() and len(str(error)) < 400, (key, wrong)
+    assert refused > 150
+
+
+def test_every_broken_header_gets_one_sentence(tmp_path, dump):
+    """Bytes of sidecars and headers flipped, cut and repeated."""
+    write_dump(tmp_path / "a.bin", dump)
+    write_dump(tmp_path / "a.safetensors", dump)
+    np.save(tmp_path / "a.npy", dump.raw.numpy())
+    np.savez(tmp_path / "a.npz", pool=dump.raw.numpy())
+    generator = np.random.default_rng(0)
+    for name, reader in (("a.json", "a.bin"), ("a.safetensors",) * 2, ("a.npy",) * 2, ("a.npz",) * 2):
+        whole = (tmp_path / name).read_bytes()
+        head = min(len(whole), 700)
+        for _ in range(60):
+            data = bytearray(whole)
+            at = int(generator.integers(head))
+            match int(generator.integers(3)):
+                case 0:
+                    data[at] ^= 1 << int(generator.integers(8))
+                case 1:
+                    del data[at:]
+                case _:
+                    data[at:at] = data[: int(generator.integers(64))]
+            (tmp_path / name).write_bytes(data)
+            try:
+                read(tmp_path / reader)
+            except ValueError as error:
+                assert str(error).isprintable() and len(str(error)) < 400, (name, at)
+        (tmp_path / name).write_bytes(whole)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from .io import Dump, read, write_dump
 from .layouts import LAYOUTS, Field, Layout, layout_of
 
 if TYPE_CHECKING:
-    from .findings import diagnose, page_digests
+    from .digests import page_digests
+    from .findings import diagnose
     from .inspect import identify
     from .transfer import compare, compare_dumps
 
@@ -33,7 +34,7 @@ _HOMES = {
     "compare_dumps": "transfer",
     "diagnose": "findings",
     "identify": "inspect",
-    "page_digests": "findings",
+    "page_digests": "digests",
 }
 
 

@@ -60,7 +60,7 @@ def _load(path: str, args: argparse.Namespace) -> list[Dump]:
             tokens = args.page_tokens or dump.page_tokens
         dump = dump.with_layout(layout, tokens)
         if args.entries is not None:
-            if not 0 <= args.entries <= dump.raw.shape[0] * tokens:
+            if not 1 <= args.entries <= dump.raw.shape[0] * tokens:
                 raise ValueError(f"{path}: {args.entries} entries do not fit {dump.raw.shape[0]} pages of {tokens}")
             dump = replace(dump, entries=args.entries)
         out.append(dump)

@@ -2,7 +2,7 @@
 
 With more evidence it sees more: `live` says which entries a request wrote (others may hold anything), `before` is the
 same pool as it was dumped before the request ran (what is unchanged is stale), `digests` are what `page_digests` gave
-where the pages came from (swapped, repeated and foreign pages).
+where the pages came from (swapped, repeated and foreign pages; with digests of entries also a few changed bytes).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import shifts
+from .digests import from_digests, page_digests, runs
 from .inspect import Marks, entry_bytes, floors, marks
 from .layout import Layout
 from .layouts import LAYOUTS, layout_of
@@ -44,20 +45,12 @@ MEANINGS = {
     "repeated-page": ("error", "page", "the page repeats another one byte for byte"),
     "swapped-pages": ("error", "page", "the page holds the content that another page should have, and the reverse"),
     "stale": ("error", "page", "content is from before the request, or of another one"),
+    "changed": ("error", "entry", "bytes are not the recorded ones although the rest of the page is: changed in place"),
     "padding-touched": ("warning", "padding", "bytes that carry no information are not zero: something wrote there"),
 }
 # an entry gets the first name that applies
 ENTRY_ORDER = ("poison", "never-written", "nan-code", "negative-scale", "zero-scale", "denormal-scale", "absurd-scale",
                "scale-out-of-range", "all-zero", "scale-misfit")  # fmt: skip
-
-
-def page_digests(raw: Tensor, layout: str | Layout, page_tokens: int = 64, live: Tensor | None = None) -> list[str]:
-    """One 16-digit digest a page over its live entries' bytes (no padding): what to save beside a dump."""
-    layout = layout_of(layout)
-    content = entry_bytes(raw, layout, page_tokens)
-    if live is not None:
-        content = content * live[..., None]
-    return [hashlib.blake2b(page.numpy().tobytes(), digest_size=8).hexdigest() for page in content.contiguous().cpu()]
 
 
 def diagnose(
@@ -93,8 +86,9 @@ def diagnose(
     facts = marks(raw, layout, page_tokens, writer)
     rows: list[tuple] = []
     settled = ~live.any(-1)  # pages that need no look at their entries any more
-    for find in (_from_digests, _from_before, _parts, _shapes, _repeats):
-        find(rows, settled, raw, layout, page_tokens, live, facts, before=before, digests=digests)
+    rows.extend(_row(*found) for found in from_digests(settled, raw, layout, page_tokens, live, facts, digests))
+    for find in (_from_before, _parts, _shapes, _repeats):
+        find(rows, settled, raw, layout, page_tokens, live, facts, before=before)
     _entries(rows, facts, live & ~settled[:, None], layout)
     _padding(rows, settled, raw, layout, page_tokens)
     table = pd.DataFrame(rows, columns=COLUMNS)
@@ -110,34 +104,7 @@ def _row(name: str, page: int, detail: str = "", slot: int = -1, slot_last: int 
     return name, severity, page, slot, slot_last, field or default_field, text
 
 
-def runs(mask: Tensor) -> list[tuple[int, int]]:
-    """First and last index of each run of True in a bool [n]."""
-    edge = torch.diff(mask.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32))
-    starts, ends = (edge == 1).nonzero().flatten().tolist(), (edge == -1).nonzero().flatten().tolist()
-    return [(a, b - 1) for a, b in zip(starts, ends, strict=True)]
-
-
 # ---- whole pages -----------------------------------------------------------------------------------------------------
-
-
-def _from_digests(rows, settled, raw, layout, page_tokens, live, facts, *, digests, **_) -> None:
-    if digests is None:
-        return
-    found = page_digests(raw, layout, page_tokens, live)
-    where = {digest: page for page, digest in enumerate(digests)}
-    for page, digest in enumerate(found):
-        if digest == digests[page] or settled[page] or facts.empty[page][live[page]].any():
-            continue
-        origin = where.get(digest)
-        if origin is None:
-            if not bool(facts.lawful[page][live[page]].all()):
-                continue  # damaged rather than foreign: the entries will say how
-            rows.append(_row("stale", page, "its digest is not the one recorded and no other page's"))
-        elif found[origin] == digests[page]:
-            rows.append(_row("swapped-pages", page, f"it holds page {origin} and page {origin} holds it"))
-        else:
-            rows.append(_row("repeated-page", page, f"it holds page {origin}"))
-        settled[page] = True
 
 
 def _from_before(rows, settled, raw, layout, page_tokens, live, facts, *, before, **_) -> None:
@@ -313,4 +280,4 @@ def _padding(rows, settled, raw, layout: Layout, page_tokens: int) -> None:
                 rows.append(_row("padding-touched", page, f"{count} of {content.shape[1]} bytes", field=field))
 
 
-__all__ = ["COLUMNS", "MEANINGS", "diagnose", "page_digests"]
+__all__ = ["COLUMNS", "MEANINGS", "diagnose", "page_digests", "runs"]

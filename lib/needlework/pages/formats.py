@@ -6,7 +6,6 @@ unless said otherwise; values beyond the largest code saturate, as the public wr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -73,11 +72,14 @@ def decode(stored: Tensor, name: str) -> Tensor:
         case "e4m3fn" | "e4m3fnuz" if stored.is_cuda:
             return stored.view(getattr(torch, f"float8_{name}")).to(torch.float32)
         case "e4m3fn" | "e4m3fnuz":
-            return _e4m3_halves(stored, name).to(torch.float32).mul_(256.0 if name == "e4m3fn" else 128.0)
+            widened, bias = halves(stored, name)
+            return widened.to(torch.float32).mul_(bias)
         case "e2m1":
             # one lookup moves a pair of values: eight bytes, seen as one double
             pairs = table(name, str(stored.device)).view(torch.float64).flatten()
             return pairs[stored.int()].view(torch.float32)
+        case "ue8m0" if not stored.is_cuda and stored.numel() and 0 < int(stored.min()) <= int(stored.max()) < 255:
+            return stored.to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
         case "ue8m0":
             return table(name, str(stored.device))[stored.int()]
         case "f32" | "bf16":
@@ -86,59 +88,53 @@ def decode(stored: Tensor, name: str) -> Tensor:
             raise ValueError(f"{name!r} holds no numbers")
 
 
-def _e4m3_halves(codes: Tensor, name: str, out: Tensor | None = None) -> Tensor:
-    """float16 [...] of e4m3 codes times 2^-8 (2^-7 for FNUZ), NaN codes included; `out` int16 is overwritten.
+def halves(codes: Tensor, name: str, out: Tensor | None = None) -> tuple[Tensor, float]:
+    """Codes uint8 [...] as float16 of the same shape ([..., 2n] for n bytes of e2m1 pairs), and the power of two they
+    are to be multiplied by; NaN codes become NaN. `out`, contiguous int16 of as many values, is overwritten and lends
+    the result its shape. Widened in the integers: torch's own conversion on a CPU takes ten times as long.
 
-    Moved into the upper bits of a half, sign, exponent and mantissa of an e4m3 code read as the same number under
-    another exponent bias, subnormals too. torch's own conversion on a CPU goes code by code and takes about ten times
-    as long.
+    e4m3: sign, exponent and mantissa, moved into the upper bits of a half, read as the same number under another
+    exponent bias, subnormals too. e2m1: a byte becomes one 32-bit word of two halves: a multiplication puts one copy of
+    it where each half wants exponent and mantissa, an addition carries the sign, which lies next to them, into the top.
     """
-    codes = codes.contiguous()
-    bits = torch.empty(codes.shape, dtype=torch.int16, device=codes.device) if out is None else out
-    bits.copy_(codes.view(torch.int8)).mul_(128).bitwise_and_(-16385)  # drop the copy of the sign in the exponent
+    if out is None:
+        shape = codes.shape if name != "e2m1" else (*codes.shape[:-1], 2 * codes.shape[-1])
+        out = torch.empty(shape, dtype=torch.int16, device=codes.device)
+    if name == "e2m1":
+        word = out.view(torch.int32).view(codes.shape).copy_(codes)
+        word.mul_(0x00200200).bitwise_and_(0x1E001E00).add_(0x70007000).bitwise_and_(0x8E008E00 - (1 << 32))
+        return out.view(torch.float16), 2.0**14
+    signed = codes.view(torch.int8)
+    bits = out.view(codes.shape).copy_(signed)
+    bits.mul_(128).bitwise_and_(-16385)  # drop the copy of the sign in the exponent
     if name == "e4m3fnuz":
-        if int(codes.view(torch.int8).min()) == -128:
+        if codes.numel() and int(signed.min()) == -128:
             bits[codes == 0x80] = 0x7E00
-    elif int(codes.max()) == 255 or int(codes.view(torch.int8).max()) == 127:
+        return out.view(torch.float16), 2.0**7
+    if codes.numel() and (int(codes.max()) == 255 or int(signed.max()) == 127):
         bits[(codes & 0x7F) == 0x7F] = 0x7E00
-    return bits.view(torch.float16)
+    return out.view(torch.float16), 2.0**8
 
 
-def _e2m1_halves(codes: Tensor, out: Tensor | None = None) -> Tensor:
-    """float16 [..., 2n] of n bytes of e2m1 pairs, times 2^-14; `out` int16 [..., 2n] is overwritten.
+def scale_up(values: Tensor, scales: Tensor, bias: float) -> None:
+    """Multiply float32 `values` [..., n] in place by scales [..., groups] and by the power of two `bias`.
 
-    A byte becomes one 32-bit word of two halves: a multiplication puts one copy of it where each half wants exponent
-    and mantissa, an addition then carries the sign, which lies next to them, up into the top bit.
+    It goes into the scales where that leaves them finite, so that one pass does both.
     """
-    shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-    bits = torch.empty(shape, dtype=torch.int16, device=codes.device) if out is None else out
-    word = bits.view(torch.int32).copy_(codes)
-    word.mul_(0x00200200).bitwise_and_(0x1E001E00).add_(0x70007000).bitwise_and_(0x8E008E00 - (1 << 32))
-    return bits.view(torch.float16)
-
-
-def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
-    """Write code value x scale into float32 `out` [..., n], in place after one widening pass.
-
-    codes uint8 [..., bytes] and `out` of any strides, scales float32 [..., groups]; `scratch` int16 [..., n] saves an
-    allocation. The power of two by which the halves are off goes into the scale where that leaves it finite.
-    """
-    if not codes.numel():
+    if not scales.numel():
         return
-    bias, halves = _HALVES[name]
-    out.copy_(halves(codes, scratch))
     if float(scales.abs().max()) * bias < 3e38:
         scales = scales * bias
     else:  # NaN, infinite, or so large that it leaves no room
-        out.mul_(bias)
-    out.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+        values.mul_(bias)
+    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
 
 
-_HALVES: dict[str, tuple[float, Callable[[Tensor, Tensor | None], Tensor]]] = {
-    "e4m3fn": (2.0**8, lambda codes, out: _e4m3_halves(codes, "e4m3fn", out)),
-    "e4m3fnuz": (2.0**7, lambda codes, out: _e4m3_halves(codes, "e4m3fnuz", out)),
-    "e2m1": (2.0**14, _e2m1_halves),
-}
+def dequantise(codes: Tensor, name: str, scales: Tensor, out: Tensor) -> None:
+    """Write code value x scale into float32 `out` [..., n] of any strides; codes uint8 [..., bytes], scales float32
+    [..., groups]."""
+    widened, bias = halves(codes, name)
+    scale_up(out.copy_(widened), scales, bias)
 
 
 def encode_e4m3(values: Tensor, name: str = "e4m3fn") -> Tensor:

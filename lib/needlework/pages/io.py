@@ -40,6 +40,8 @@ from .layouts import layout_of
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
 SIZE_LIMIT = 64 << 30
+TEXT_LIMIT = 200
+PAGE_HEX, ENTRY_HEX = 16, 4  # hex digits of a page's digest, and of each entry's (`digests`)
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _json(text: bytes, name: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {str(error)[:80]}") from None
+        raise ValueError(f"{name} is not JSON: {_said(error, 80)}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -168,29 +170,70 @@ def _labelled(raw: Tensor, label: Mapping[str, Any], name: str) -> Dump:
             if not isinstance(value, types) or isinstance(value, bool):
                 raise ValueError(f"{name}: {key} is {types[0].__name__}, found {type(value).__name__}")
             known[key] = tuple(value) if isinstance(value, list) else value
-    for key in ("page_tokens", "tokens_per_entry"):
-        if not 1 <= known.get(key, 1) <= 1 << 20:
-            raise ValueError(f"{name}: {key} lies between 1 and {1 << 20:,}, found {known[key]}")
+    for key in ("pool", "request", "role"):
+        if not known.get(key, "").isprintable() or len(known.get(key, "")) > TEXT_LIMIT:
+            raise ValueError(f"{name}: {key} is at most {TEXT_LIMIT} printable characters, found {known[key][:40]!a}")
+    for key, least in (("page_tokens", 1), ("tokens_per_entry", 1), ("layer", 0)):
+        if not least <= known.get(key, 1) <= 1 << 20:
+            raise ValueError(f"{name}: {key} lies between {least} and {1 << 20:,}, found {_short(known[key])}")
     dump = Dump(raw.reshape(1, -1), **known)
     if dump.layout is not None:
         if "stride" in label:
             stride, need = label["stride"], dump.record.page_bytes(dump.page_tokens)
-            if not isinstance(stride, int) or stride < need or raw.numel() % stride:
+            if not isinstance(stride, int) or isinstance(stride, bool) or stride < need or raw.numel() % stride:
                 raise ValueError(
-                    f"{name}: stride is at least {need:,} and divides {raw.numel():,} bytes, found {stride}"
+                    f"{name}: stride is at least {need:,} and divides {raw.numel():,} bytes, found {_short(stride)}"
                 )
             dump = Dump(raw.reshape(-1, stride)[:, :need].contiguous(), **known)
         dump = dump.with_layout(dump.layout, dump.page_tokens)  # type: ignore[arg-type]
-    for key, count in (("page_ids", len(dump.page_ids)), ("page_digests", len(dump.page_digests))):
-        if count not in (0, dump.raw.shape[0]):
-            raise ValueError(f"{name}: {key} has {count} items for {dump.raw.shape[0]} pages")
-    if not all(isinstance(i, int) for i in dump.page_ids) or not all(isinstance(d, str) for d in dump.page_digests):
-        raise ValueError(f"{name}: page_ids are integers and page_digests strings")
-    if dump.entries is not None and not 0 <= dump.entries <= dump.raw.shape[0] * dump.page_tokens:
-        raise ValueError(f"{name}: {dump.entries} entries do not fit {dump.raw.shape[0]} pages of {dump.page_tokens}")
+    _check_lists(dump, name)
+    pages = dump.raw.shape[0]
+    claimed = label.get("pages", pages)
+    if dump.layout is not None and (isinstance(claimed, bool) or claimed != pages):
+        raise ValueError(f"{name}: pages is {_short(claimed)}, the bytes are {pages:,} pages")
+    if dump.entries is not None and not 1 <= dump.entries <= pages * dump.page_tokens:
+        raise ValueError(
+            f"{name}: {_short(dump.entries)} entries do not fit {pages} pages of {dump.page_tokens} (at least 1)"
+        )
     if "digest" in label and label["digest"] != _digest(raw):
         raise ValueError(f"{name}: the bytes are not those that were saved (digest {_digest(raw)[:8]}… differs)")
     return dump
+
+
+def _check_lists(dump: Dump, name: str) -> None:
+    """Page ids are distinct numbers and digests hex digits, one for each page."""
+    pages = dump.raw.shape[0]
+    for key, count in (("page_ids", len(dump.page_ids)), ("page_digests", len(dump.page_digests))):
+        if count not in (0, pages):
+            raise ValueError(f"{name}: {key} has {count} items for {pages} pages")
+    for number in dump.page_ids:
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 40:
+            raise ValueError(f"{name}: page_ids are integers from 0 on, found {_short(number)}")
+    if len(set(dump.page_ids)) < len(dump.page_ids):
+        twice = next(n for n in dump.page_ids if dump.page_ids.count(n) > 1)
+        raise ValueError(f"{name}: page_ids name page {twice} more than once; a request holds a page once")
+    lengths = (PAGE_HEX, PAGE_HEX + ENTRY_HEX * dump.page_tokens)
+    for digest in dump.page_digests:
+        if not isinstance(digest, str) or len(digest) not in lengths or set(digest) - set("0123456789abcdef"):
+            raise ValueError(f"{name}: page_digests are {PAGE_HEX} hex digits as page_digests gives them, "
+                             f"found {_short(digest)}")  # fmt: skip
+
+
+def _inside(path: Path, name: str) -> str:
+    """A tensor or array of a file, named for a sentence."""
+    return f"{path.name}: {name if name.isprintable() and len(name) < 60 else ascii(name)[:60]}"
+
+
+def _said(error: Exception, most: int) -> str:
+    text = " ".join(str(error).split())[:most]
+    return text if text.isprintable() else ascii(text)[1 : most + 1]
+
+
+def _short(value: object) -> str:
+    """A value of a hostile file, fit for a sentence."""
+    if isinstance(value, int) and not -(10**30) < value < 10**30:
+        return "a number of more than 30 digits"
+    return ascii(value)[:40]
 
 
 def _read_safetensors(path: Path, size: int) -> list[Dump]:
@@ -200,19 +243,20 @@ def _read_safetensors(path: Path, size: int) -> list[Dump]:
             raise ValueError(f"{path.name}: the header claims {length:,} bytes, the file has {size:,}")
         header = _json(file.read(length), path.name)
     labels = header.get("__metadata__", {})
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         tensors = load_file(str(path))
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path.name} is not a sound safetensors file: {str(error)[:120]}") from None
+    except Exception as error:  # likewise
+        raise ValueError(f"{path.name} is not a sound safetensors file: {_said(error, 120)}") from None
     if not tensors:
         raise ValueError(f"{path.name} holds no tensor")
     out = []
     for name, tensor in tensors.items():
-        label = _json(labels[name].encode(), f"{path.name}: {name}") if name in labels else {"pool": name}
-        out.append(_labelled(tensor.contiguous().flatten().view(torch.uint8), label, f"{path.name}: {name}"))
+        label = (
+            _json(str(labels[name]).encode(errors="replace"), _inside(path, name)) if name in labels else {"pool": name}
+        )
+        out.append(_labelled(tensor.contiguous().flatten().view(torch.uint8), label, _inside(path, name)))
     return out
 
 
@@ -237,12 +281,12 @@ def _read_numpy(path: Path, size: int) -> list[Dump]:
                         _check_numpy_header(file, item.file_size, item.filename[:60])
                     with archive.open(item) as file:
                         arrays[item.filename.removesuffix(".npy")] = np.lib.format.read_array(file, allow_pickle=False)
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
-        raise ValueError(f"{path.name} is not a sound numpy file: {str(error)[:160]}") from None
+    except Exception as error:  # the parsers of numpy and zipfile raise a dozen kinds on a broken file
+        raise ValueError(f"{path.name} is not a sound numpy file: {_said(error, 160)}") from None
     for name, array in arrays.items():
         raw = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())
         if raw.numel():
-            out.append(_labelled(raw, {"pool": name}, f"{path.name}: {name}"))
+            out.append(_labelled(raw, {"pool": name}, _inside(path, name)))
     if not out:
         raise ValueError(f"{path.name} holds no bytes")
     return out

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from . import writers
-from .layout import Field, Layout
+from .fields import Field
+from .layout import Layout
 from .writers import Writer
 
 __all__ = ["LAYOUTS", "Field", "Layout", "layout_of"]

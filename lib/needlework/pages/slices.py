@@ -1,7 +1,7 @@
 """Values of a pool in plain torch: slices of pages that meet a core's cache between one step and the next.
 
 A core takes slice after slice by itself, so that no step waits for another core; torch's own threads would meet at the
-end of every step, some microseconds of work each.
+end of every step, some microseconds of work each. All views are made once: a step on a slice is one torch call.
 """
 
 from __future__ import annotations
@@ -25,32 +25,46 @@ GPU_SLICE_VALUES = 1 << 24  # a GPU's kernels want millions of values a launch
 def values(layout: Layout, pool: Tensor, page_tokens: int, out: Tensor) -> None:
     """Write float32 values of `pool` uint8 [pages, page_bytes] into `out` [pages, page_tokens, dim], on any device.
 
-    On a CPU as many threads as torch is set to use (torch.get_num_threads()). Memory of its own: about four bytes for
-    each value of one slice and thread. The caller has checked shapes (`Layout.values`).
+    On a CPU as many threads as torch is set to use (torch.get_num_threads()). Memory of its own: two bytes for each
+    value of one slice and thread, and the scales of the whole pool in float32. The caller has checked shapes
+    (`Layout.values`).
     """
     step = max(1, (GPU_SLICE_VALUES if pool.is_cuda else SLICE_VALUES) // (page_tokens * layout.dim))
     firsts = iter(range(0, len(pool), step))  # shared: whichever thread is free takes the next slice
     threads = 1 if pool.is_cuda else min(torch.get_num_threads(), -(-len(pool) // step))
+    job = _Job(layout, pool, page_tokens, out)
     if threads == 1:
-        return _work(layout, pool, page_tokens, out, firsts, step)
+        return job.work(firsts, step)
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as workers:
-            jobs = [workers.submit(_work, layout, pool, page_tokens, out, firsts, step) for _ in range(threads)]
-            for job in jobs:
-                job.result()
+            for done in [workers.submit(job.work, firsts, step) for _ in range(threads)]:
+                done.result()
     finally:
         torch.set_num_threads(before)  # what the workers set is also what later threads would start with
 
 
-def _work(layout: Layout, pool: Tensor, page_tokens: int, out: Tensor, firsts: Iterator[int], step: int) -> None:
-    codes, scales = layout["codes"], layout["scales"]
-    scratch = torch.empty(min(step, len(pool)), page_tokens, codes.count, dtype=torch.int16, device=pool.device)
-    for first in firsts:
-        part, target = pool[first : first + step], out[first : first + step]
-        scale = formats.decode(scales.stored(part, page_tokens), scales.format)
-        formats.dequantise(
-            codes.stored(part, page_tokens), codes.format, scale, target[..., : codes.count], scratch[: len(part)]
-        )
+class _Job:
+    """The views that every slice is cut from."""
+
+    def __init__(self, layout: Layout, pool: Tensor, page_tokens: int, out: Tensor) -> None:
+        self.format, self.shape = layout["codes"].format, (page_tokens, layout["codes"].count)
+        codes = layout["codes"].view(pool, page_tokens)
+        self.codes = codes if layout["codes"].tile else codes[:, :, 0, 0]  # fewer dimensions, faster reductions
+        self.scales = formats.decode(layout["scales"].stored(pool, page_tokens), layout["scales"].format)
+        self.target, self.rope, self.rest = out[..., : self.shape[1]], None, out[..., self.shape[1] :]
         if "rope" in layout:
-            target[..., codes.count :] = layout["rope"].stored(part, page_tokens)
+            stored = layout["rope"].view(pool, page_tokens)[:, :, 0, 0]
+            odd = stored.storage_offset() % 2 or any(step % 2 for step in stored.stride()[:-1])
+            self.rope = (stored.contiguous() if odd else stored).view(torch.bfloat16)
+
+    def work(self, firsts: Iterator[int], step: int) -> None:
+        step = min(step, len(self.codes))
+        scratch = torch.empty(step, *self.shape, dtype=torch.int16, device=self.codes.device)
+        for first in firsts:
+            part = slice(first, first + step)
+            codes, target = self.codes[part], self.target[part]
+            widened, bias = formats.halves(codes, self.format, scratch[: len(codes)])
+            formats.scale_up(target.copy_(widened), self.scales[part], bias)
+            if self.rope is not None:
+                self.rest[part].copy_(self.rope[part])

@@ -13,7 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from .findings import runs
+from .digests import runs
 from .inspect import entry_bytes, marks
 from .io import Dump
 from .layout import Layout
