@@ -26,8 +26,9 @@ start = workbook.start("Compare the split with one server")
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
 target = "lab"  # lab, lab:combined,pd:healthy, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
-lengths = (1024, 3584, 4608, 6144)  # prompt tokens
-depths = (0.1, 0.6, 0.75, 0.9)  # where the needle lies
+lengths = (1024, 2560, 3584, 6144)  # prompt tokens
+depths = (0.1, 0.3, 0.6, 0.9)  # where the needle lies: each place in a chunk is met at several lengths and depths
+chunk = 2048  # tokens that prefill computes at a time, where the target does not tell
 aa_pairs = 4
 seed = 0
 
@@ -42,8 +43,10 @@ opened = session.enter_context(workbook.open_target(target, incident=bundle))
 opened
 
 # %%
-one, split = list(opened.arms)
-assert one != split, "a comparison needs two arms"
+names = list(opened.arms)
+wanted = "this notebook compares two servers of one model, as in combined=http://…,pd=http://…"
+workbook.need(len(names) == 2, f"{wanted}; the target has {len(names)}")
+one, split = names
 
 # %% [markdown]
 # ## Guess first
@@ -67,6 +70,7 @@ assert one != split, "a comparison needs two arms"
 comparison = probes.compare_arms(
     opened.arms, lengths=lengths, depths=depths, repeats=1, aa_pairs=aa_pairs, cache=("cold", "warm"), seed=seed
 )
+workbook.need(comparison.verdict != "harness", str(comparison))
 comparison
 
 # %%
@@ -76,11 +80,13 @@ workbook.tables.table(proof, "Cached tokens as reported, by arm and cache state"
 
 # %% [markdown]
 # The table is the proof: no cold trial reports a cached token, no warm trial reports none. A flush that answers "OK" would
-# have been no proof.
+# have been no proof. A server that reports no cached tokens proves neither; then nothing is said on warm and cold.
 
 # %%
+proved = set(proof["cache"]) == {"cold", "warm"} and len(proof) == 4
 cold, warm = (proof[proof["cache"] == state] for state in ("cold", "warm"))
-assert (cold["max"] == 0).all() and (warm["min"] > 0).all(), "cold or warm is not what it says"
+assert not proved or ((cold["max"] == 0).all() and (warm["min"] > 0).all()), "cold or warm is not what it says"
+print("cold and warm are proved" if proved else "cold and warm are not proved here, so they are not compared")
 
 # %%
 paired = analysis.compare(trials, "arm", one, split)
@@ -92,7 +98,7 @@ paired
 
 # %%
 marks = trials.assign(hit=analysis.hits(trials))
-keys = ["target_tokens", "depth", "cache"]
+keys = ["target_tokens", "depth", "wanted_cache"]  # as they were sent; what the server says of its cache is no name
 side = {arm: marks[marks["arm"] == arm].set_index(keys)["hit"] for arm in (one, split)}
 both = side[one].index.intersection(side[split].index)
 first, second = side[one].loc[both], side[split].loc[both]
@@ -106,17 +112,19 @@ workbook.figures.show(
 
 # %%
 noise, measured = comparison.details["aa"]
-assert measured == aa_pairs and sum(counts) == len(both)
-assert counts[1] + counts[2] == sum(comparison.details["discordant"])
+assert measured <= aa_pairs and sum(counts) <= len(both), "a pair is counted twice"
+assert counts[1] + counts[2] == sum(comparison.details["discordant"]), "the picture and the test count other pairs"
 
 # %% [markdown]
 # ## Where does the split arm miss?
 #
 # If the split loses something, the loss should follow the transfer: prefill sends what it has computed chunk by chunk.
-# The next picture has one cell for every cold prompt; the guess is that misses begin at a chunk edge, not at a depth.
+# The next picture has one cell for every cold prompt. Three stories fit a loss: beyond a length, beyond a depth, or beyond
+# a place (length times depth). The grid tells them apart: the same depth is met on both sides of a chunk's edge, and so is
+# nearly every length.
 
 # %%
-grid = marks[(marks["arm"] == split) & (marks["cache"] == "cold")]
+grid = marks[(marks["arm"] == split) & (marks["wanted_cache"] == "cold")]
 picture = grid.pivot_table(index="depth", columns="target_tokens", values="hit")
 fig = workbook.figures.heat_map(picture, value="found", limits=(0, 1), fmt="{:.0f}", title=f"{split} arm, cold")
 workbook.figures.show(
@@ -127,9 +135,10 @@ workbook.figures.show(
 
 # %%
 inside = split in list(opened.deployments) and hasattr(opened.deployments[split], "transfers")
-chunk = opened.deployments[split].server_info()["prefill"]["chunked_prefill_size"] if inside else 2048
+chunk = workbook.deployed(bundle, opened).config.get("chunk", chunk) if opened.live else chunk
 by_chunk = (
-    grid.assign(chunk=(grid["needle_token"] // chunk).astype(int))
+    grid.dropna(subset="needle_token")
+    .assign(chunk=lambda rows: (rows["needle_token"] // chunk).astype(int))
     .groupby("chunk")["hit"]
     .agg(found="sum", prompts="count")
     .reset_index()
@@ -137,25 +146,53 @@ by_chunk = (
 workbook.tables.table(by_chunk, f"Cold prompts of the {split} arm by the chunk of {chunk} tokens that holds the needle")
 
 # %% [markdown]
-# Compare the first row with the others. Needles of the first chunk are found at every length, however long the prompt
-# is; a model that is bad at long prompts would not know where a chunk ends.
-#
-# Now look back at warm and cold. A warm prompt is not computed again: its prefix lies in prefill's cache. If the misses
-# came from computing, or from what that cache restores, warm and cold would differ; what both have in common is that
-# everything travels to decode, cached or not.
+# Compare the first row with the others, and then ask which single number separates found from lost.
+
 
 # %%
-state = marks[marks["arm"] == split].groupby("cache")["hit"].agg(found="sum", prompts="count").reset_index()
+def separates(column: str) -> bool:
+    """Is every cold prompt below some value of this column found and every one above it lost?"""
+    known = grid.dropna(subset=[column, "hit"])
+    found, lost = (known[known["hit"] == value][column] for value in (1, 0))
+    return len(found) > 0 and len(lost) > 0 and found.max() < lost.min()
+
+
+clean = [name for name in ("target_tokens", "depth", "needle_token") if separates(name)]
+print("found and lost are separated by: " + (", ".join(clean) or "none of length, depth and place"))
+
+# %%
+if clean == ["needle_token"]:
+    known = grid.dropna(subset=["needle_token", "hit"])
+    held, gone = (known[known["hit"] == value] for value in (1, 0))
+    shared = set(held["depth"]) & set(gone["depth"])
+    assert shared and held["target_tokens"].max() > gone["target_tokens"].min(), (
+        "the grid does not tell place from length"
+    )
+    print(f"held up to token {held['needle_token'].max():,.0f}, first lost at {gone['needle_token'].min():,.0f}; "
+          f"depths found at one length and lost at another: {', '.join(f'{d:g}' for d in sorted(shared))}")  # fmt: skip
+
+# %% [markdown]
+# Where the place alone separates them, neither a length nor a depth is the boundary: a depth that is found in a short
+# prompt is lost in a long one, and a longer prompt keeps what a shorter one loses. A model that is bad at long prompts
+# would not know where a chunk ends.
+#
+# Now look back at warm and cold. Had prefill's cache lost something when it stored or restored a prefix, warm prompts
+# alone would miss. They miss alike, so the cache's state is not the matter. That does *not* clear prefill's computation:
+# a page that was computed wrongly and then cached would miss in both states. What speaks for the computation is the other
+# arm, which computes the same prompts with the same code and answers them. What only the split adds is the journey.
+
+# %%
+state = marks[marks["arm"] == split].groupby("wanted_cache")["hit"].agg(found="sum", prompts="count").reset_index()
 workbook.tables.table(state, f"The {split} arm by cache state")
 
 # %%
-lost = {row.cache: int(row.prompts - row.found) for row in state.itertuples()}
+lost = {row.wanted_cache: int(row.prompts - row.found) for row in state.itertuples()}
 lost_in_first = int((by_chunk["prompts"] - by_chunk["found"])[by_chunk["chunk"] == 0].sum())
 print(f"lost cold {lost['cold']}, lost warm {lost['warm']}, lost of the first chunk {lost_in_first}")
 
 # %%
 assert sum(lost.values()) == counts[1] + counts[3], "the three views count the same misses"
-assert lost["cold"] >= lost_in_first
+assert lost["cold"] >= lost_in_first, "more is lost in the first chunk than in all"
 
 # %% [markdown]
 # ## From the inside: did every buffer arrive?
