@@ -228,10 +228,11 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 causes = [r for r in diagnosis.ranked if r.code in diagnosis.causes]
 seen = dict.fromkeys(e.text for r in causes for e in r.supporting)
 advised = [workbook.advice(code) for code in diagnosis.causes]
-named = f"{' and '.join(f'{a.what} (class {a.code})' for a in advised)}. " if advised else ""
+first = str(diagnosis).split("\n", 1)[0]
+named = " and ".join(f"{a.what[0].upper()}{a.what[1:]} (class {a.code})" for a in advised)
 workbook.summary(
     symptom=symptom,
-    verdict=f"{named}{str(diagnosis).split(chr(10), 1)[0]}",
+    verdict=f"{named}. {first[first.index('Over all') :]}" if named else first,
     evidence=list(seen)[:5] or ["no feature of any class stands out"],
     confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. An e-value is the odds against the arms being "
     "alike, whenever one looks; 20 is decisive. A class is one of the 26 listed, so the cause may still be an unlisted one.",
