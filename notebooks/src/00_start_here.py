@@ -29,7 +29,7 @@ target = "lab"  # lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, 
 # %% [markdown]
 # ## Is this machine fit?
 #
-# Guess first: a laptop with two cores and no GPU is enough for all twelve notebooks on the default target. The table says
+# Guess first: a laptop with two cores and no GPU is enough for every notebook on the default target. The table says
 # what is needed, what for, and whether it is met here.
 
 # %%

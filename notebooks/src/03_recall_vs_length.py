@@ -187,7 +187,7 @@ workbook.figures.show(
 
 # %%
 workbook.tables.table(
-    found_there.astype(int).reset_index(),
+    found_there.astype(int).rename(columns="{:,.0f}".format).reset_index(),
     f"Values found of {asked_there['repeats']} by depth of the needle (rows) and prompt tokens",
     formats={"depth": "{:.1f}"},
 )

@@ -65,10 +65,10 @@ def measure(opened) -> list:
 if live:
     with workbook.open_target(target, incident=bundle) as opened:
         workbook.need(len(opened.arms) <= 2, "this notebook measures one arm or compares two; name fewer")
-        about, results = workbook.deployed(bundle, opened), measure(opened)
+        stated, results = workbook.deployed(bundle, opened), measure(opened)
     tables = [result.trials for result in results]
 else:
-    about, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
+    stated, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
 workbook.need(tables, "no run is recorded for this incident; set the target to a live one")
 trials = analysis.concat(tables)
 
@@ -87,8 +87,8 @@ workbook.tables.table(rows, "What was measured")
 # from what was collected; what nobody told stays *not known*, and can be set in the parameters.
 
 # %%
-geometry = {**about.config, **constants}
-workbook.tables.table(about.table(), "What the deployment says of itself")
+geometry = {**stated.config, **constants}
+workbook.tables.table(stated.table(), "What the deployment says of itself")
 
 # %% [markdown]
 #
@@ -166,7 +166,7 @@ assert not digests or before.code == after.code or "differs" in str(after.suppor
 # the other notebooks enter here by their result; this notebook enters what the trials alone can clear.
 
 # %%
-told = {"config": geometry, "version": about.version, "command": list(about.command) or "not known"}
+told = {"config": geometry, "version": stated.version, "command": list(stated.command) or "not known"}
 book = analysis.Ledger(incident, symptom=symptom, deployment=told)
 suspects = {"F01": 0.1, "F04": 0.1, "F05": 0.15, "F09": 0.15, "F13": 0.15, "F14": 0.15}
 for code, prior in suspects.items():

@@ -281,37 +281,6 @@ print(*(check["says"].split(". Not covered")[0] for check in checks), sep="\n")
 # Scores agree with the reference in all 22 cases. Sparse decode differs in two made for extremes (scores past exp's range,
 # tiles of unlike magnitude) and agrees on ordinary entries; whether those two matter was not followed further here.
 #
-# ## Known answers
-#
-# Random weights answer nothing. The same architecture with weights set by hand (`tools/make_checkpoint.py`) recalls a value
-# by its key, so what fails is the stack. Recorded with the same engine, the faults planted at the layer that finds the
-# value. Guess: which of them can recall see that the log-probabilities above could not prove?
-
-# %%
-known = bundle.path.parent.parent / "checkpoint" / "vllm" / "runs"
-asked = analysis.load_trials(known / "recall").query("probe == 'arms'")
-hits = asked.assign(hit=asked["outcome"] == "exact").groupby("arm")["hit"].agg(["sum", "count"])
-assert (hits == 165).all(axis=None)
-planted = analysis.load_trials(known / "faults").query("probe == 'fault'")
-planted = planted.assign(hit=planted["outcome"] == "exact", long=planted["target_tokens"] > budget)
-in_blocks = planted["label"].fillna("").str.startswith("page")
-recall = planted[~in_blocks].pivot_table(index="arm", columns="long", values="hit", aggfunc="mean").round(2)
-recall.columns = ["below", "above"]
-workbook.tables.table(recall.rename_axis("fault").reset_index(), "Share of values recalled, below and above the budget")
-
-# %%
-assert (recall.loc[["none", "none again"]] == 1).all(axis=None) and (recall.loc["mla-skip"] == 0).all()
-assert (recall.loc[["index-skip", "scales-zero", "topk-256"], "below"] == 1).all()
-assert recall.loc[["index-skip", "scales-zero"], "above"].max() < 0.2 and recall.loc["index-swap", "above"] == 1
-exchanged = planted[in_blocks].groupby("arm")["hit"].agg(["sum", "count"])
-assert tuple(exchanged.loc["index-swap"]) == (1, 6) and tuple(exchanged.loc["none"]) == (6, 6)
-print(f"healthy: {hits['sum'].sum()} of {hits['count'].sum()} values recalled by the single server and the pair")
-
-# %% [markdown]
-# Left-out index blocks and zeroed scales, *not proven* above, are plain here: everything is recalled up to the budget and
-# less than a fifth beyond it. Exchanged blocks show only for a value that lies in one of the two: 1 of 6 such values is
-# recalled, 6 of 6 before. How to load this checkpoint in your own engine is in `docs/checkpoint.md`.
-#
 # ## What we found
 
 # %%
@@ -331,5 +300,4 @@ print(
 #
 # ## Next
 #
-# [10_pd_vs_combined](10_pd_vs_combined.ipynb): the same comparison on a deployment you can start here, with recall as the
-# measure.
+# [13_known_answers](13_known_answers.ipynb): the same engine and the same faults, with weights whose right answers are known.

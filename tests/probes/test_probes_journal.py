@@ -31,6 +31,10 @@ def test_append_read_back_and_last_row_wins(tmp_path):
         assert journal.frame().loc[0, "answer"] == "\u2028 \x00 \U0001f600"
 
 
+def test_a_run_under_way_writes_the_name_that_it_will_have(tmp_path):
+    assert Journal(tmp_path / "10_pd.part").name == Journal(tmp_path / "10_pd").name == "10_pd"
+
+
 def test_torn_last_line_is_set_aside_and_the_next_append_is_whole(tmp_path):
     run = tmp_path / "run"
     with Journal(run) as journal:

@@ -86,7 +86,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (settings / "tracker.jupyterlab-settings").write_text(json.dumps({"windowingMode": "none"}))
     config = folder / "config/labconfig"
     config.mkdir(parents=True)
-    news = {"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}}
+    # the debugger complains of kernels that end while it asks them
+    idle = ("@jupyterlab/apputils-extension:announcements", "@jupyterlab/debugger-extension")
+    news = {"disabledExtensions": dict.fromkeys(idle, True)}
     (config / "page_config.json").write_text(json.dumps(news))
     return folder
 

@@ -83,7 +83,8 @@ class Journal:
 
     @property
     def name(self) -> str:
-        return _NAME.sub("-", self.path.name) if self.path is not None else "memory"
+        """The folder's name; a run under way (`10_pd.part`) has the one that it will have when it is whole."""
+        return _NAME.sub("-", self.path.name.removesuffix(".part")) if self.path is not None else "memory"
 
     def get(self, trial_id: str, *, final: bool = False) -> dict[str, Any] | None:
         """The row of a finished trial. A `transport` row is not finished, unless `final` (replay) takes it as it is."""

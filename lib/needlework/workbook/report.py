@@ -140,10 +140,11 @@ def page(
 
 
 def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
+    said = f"<p>{tables.escape(basis, 600)}</p>" if basis else ""
     if found is None:
-        body = "<p>No verdict was reached: the notebooks that give one were not part of this run.</p>"
+        body = f"<p>No verdict was reached: the notebooks that give one were not part of this run.</p>{said}"
     else:
-        rows = [*found.rows(), *([("Live or recorded", f"<p>{tables.escape(basis, 600)}</p>")] if basis else [])]
+        rows = [*found.rows(), *([("Live or recorded", said)] if said else [])]
         body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>"
     return (
         f'<section class="summary" aria-labelledby="summary-title"><h2 id="summary-title">Summary</h2>{body}</section>'

@@ -97,7 +97,8 @@ async def execute(
         nb, km=manager, timeout=None, record_timing=False, store_widget_state=False, coalesce_streams=True
     )
     client.reset_execution_trackers()
-    env = {**os.environ, "PYTHONHASHSEED": "0", "NEEDLEWORK_ROOT": str(root), "NO_COLOR": "1", "MPLBACKEND": "agg"}
+    env = {**os.environ, "PYTHONHASHSEED": "0", "NO_COLOR": "1", "MPLBACKEND": "agg"}
+    env |= {"NEEDLEWORK_ROOT": str(root), "NEEDLEWORK_NOTEBOOK": twin.stem}
     env.setdefault("OMP_NUM_THREADS", "1")  # two notebooks run side by side
     env.update(environment or {})
     await manager.start_kernel(
@@ -261,8 +262,8 @@ class Plan:
         return {"incident": self.incident, **target, **self.settings.get(twin.stem, {})}
 
     def environment(self, twin: Path) -> dict[str, str]:
-        """What one notebook is told: its own name, the incident, the target, and where to record."""
-        found = {"NEEDLEWORK_INCIDENT": self.incident, "NEEDLEWORK_NOTEBOOK": twin.stem}
+        """What one notebook is told beside its own name: the incident, the target, and where to record."""
+        found = {"NEEDLEWORK_INCIDENT": self.incident}
         if self.target:
             found["NEEDLEWORK_TARGET"] = self.target
         if self.record:
