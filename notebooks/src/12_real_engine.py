@@ -42,6 +42,8 @@ layer = 1  # where the faults were planted
 bundle = workbook.incident(incident)
 wanted = "this notebook reads an engine's own pages, as vllm-dsv32 or tools/record_vllm.py recorded them"
 workbook.need(bundle.has("evidence/worker-decode.json"), f"{wanted}; incident {bundle.name} holds none")
+
+# %%
 worker = json.loads((bundle.evidence / "worker-decode.json").read_text())
 caches = {(size["page_bytes"], size["stride_bytes"]) for size in worker["caches"].values()}
 print(bundle.settings["incident"]["engine"], bundle.settings["incident"]["card"], sep="\n")
