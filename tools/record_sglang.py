@@ -74,23 +74,7 @@ def serve(options: argparse.Namespace) -> None:
                 line, stdout=log, stderr=log, env=os.environ | switches, start_new_session=True
             )
     (options.out / "pids.json").write_text(json.dumps({role: child.pid for role, child in pids.items()}))
-    waiting, seconds = dict(pids), {}
-    while waiting:
-        for role, child in list(waiting.items()):
-            if child.poll() is not None:
-                log = (options.out / f"{role}.log").read_text(errors="replace")
-                raise RuntimeError(f"{role} ended with {child.returncode}:\n" + "\n".join(log.splitlines()[-30:]))
-            try:
-                if httpx.get(f"{record_vllm.url(options, role)}/v1/models", timeout=2).status_code == 200:
-                    del waiting[role]
-                    seconds[role] = round(time.monotonic() - started)
-                    print(f"{role} answers after {seconds[role]} s", flush=True)
-            except httpx.HTTPError:
-                pass
-        if time.monotonic() - started > options.start_limit:
-            raise RuntimeError(f"not up after {options.start_limit} s: {', '.join(waiting)}")
-        time.sleep(0.5)
-    (options.out / "startup.json").write_text(json.dumps(seconds) + "\n")
+    record_vllm.wait(options, pids, started, "/v1/models")
 
 
 class Asker(record_vllm.Asker):

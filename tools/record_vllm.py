@@ -155,6 +155,11 @@ def serve(options: argparse.Namespace) -> None:
     known = options.out / "pids.json"
     before = json.loads(known.read_text()) if known.exists() else {}
     known.write_text(json.dumps(before | {role: child.pid for role, child in pids.items()}))
+    wait(options, pids, started, "/health")
+
+
+def wait(options: argparse.Namespace, pids: dict[str, subprocess.Popen[bytes]], started: float, route: str) -> None:
+    """Until every server answers `route`; startup.json keeps the seconds. RuntimeError if one dies or is late."""
     waiting, seconds = dict(pids), {}
     while waiting:
         for role, child in list(waiting.items()):

@@ -164,7 +164,7 @@ FORMS: dict[str, tuple[str, list[str]]] = {
     "go url": ("https://x/cb?code={s}&state=1", [S]),
     "fragment": ("https://x/cb#access_token={s}&x=1", [S]),
     "git url": ("git clone https://oauth2:{s}@gitlab.com/a/b", [S]),
-    "npmrc": ("//registry.npmjs.org/:_authToken={s}", [S]),
+    "npmrc": ("//npm.example.org/:_authToken={s}", [S]),
     "npmrc pw": ("//r/:_password={s}", [base64.b64encode(b"hunter2hunter").decode()]),
     "pip": ("pip install --extra-index-url https://u:{s}@pkgs.x.com/simple", [S]),
     "uvicorn access": ('INFO: 10.2.3.4:5 - "GET /v1/models?api_key={s} HTTP/1.1" 200', [S]),
