@@ -216,6 +216,16 @@ def test_command_on_damaged_dumps(tmp_path, dump, capsys):
     assert "none of these" in capsys.readouterr().out
 
 
+def test_a_pool_named_as_a_formula_reaches_no_spreadsheet(tmp_path, dump, capsys):
+    sent = replace(dump, pool="=1+1")
+    lost = replace(sent, raw=dump.raw.clone())
+    lost.raw[1] = 0
+    files = [str(write_dump(tmp_path / f"{name}.bin", one)) for name, one in (("a", sent), ("b", lost))]
+    assert main(["pages", "compare", *files, "--csv"]) == 1
+    out = capsys.readouterr().out
+    assert "'=1+1" in out and ",=1+1" not in out
+
+
 def test_command_usage_errors(tmp_path, capsys):
     assert main(["pages"]) == 2
     assert main(["pages", "diagnose", str(tmp_path / "absent.bin")]) == 2
