@@ -1,13 +1,18 @@
 """How often do the instruments accuse a healthy deployment? Every instrument with its own controls, again and again.
 
     python benchmarks/false_alarms.py [--runs 100] [--minutes 10] [--out data/lab/false_alarms.json]
-    python benchmarks/false_alarms.py --target vllm --runs 100 --out data/lab/false_alarms_vllm.json
+    python benchmarks/false_alarms.py --target vllm --out data/lab/false_alarms_vllm.json
+    python benchmarks/false_alarms.py --endpoint http://127.0.0.1:8000 [--model NAME] --out alarms.json
+    python benchmarks/false_alarms.py --endpoint combined=http://…,pd=http://…+tokenizer=http://… --out alarms.json
 
 A run is one call of an instrument at small lengths with a seed of its own. It is a false alarm when the verdict is a
-finding or when the controls fail ("harness"); "not proven" accuses nobody and is counted beside. With --out, runs that
-are there already are kept and the seeds go on from them, so a long series can be made in pieces. The lab answers within
-this process (the same engines, worker threads, HTTP application and transfer as `lab.start`, without sockets), tiny
-geometry, one combined server and one prefill/decode pair for all runs. The engine is the pair of `make engine`.
+finding or when the controls fail ("harness"); "not proven" accuses nobody and is counted beside. With --out, each run
+is on disk when it ends, those that are there already are kept and the seeds go on from them, so a long series can be
+made in pieces and ended at any moment. The lab answers within this process (the same engines, worker threads, HTTP
+application and transfer as `lab.start`, without sockets), tiny geometry, one combined server and one prefill/decode
+pair for all runs. The engine of `--target vllm` is the pair of `make engine`, whose small model gets questions within
+its reach; a live endpoint gets the lab's (300 to 1,100 tokens), those for two servers when it names two. Its model must
+answer such questions without a miss, or the misses are the model's. A key comes from NEEDLEWORK_API_KEY.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import contextlib
 import datetime
 import json
 import logging
+import os
 import platform
 import sys
 import tempfile
@@ -33,8 +39,9 @@ from needlework.serving import Endpoint
 
 Arms = Mapping[str, Endpoint]
 Call = Callable[[Arms, dict[str, Any]], Result]
+SPLIT = ("recall on the pair", "arms")  # asked only where there are two servers
 
-LAB: dict[str, Call] = {
+FULL: dict[str, Call] = {
     "recall": lambda a, o: probes.recall(a["combined"], lengths=(300, 600), depths=(0.1, 0.9), **o),
     "recall on the pair": lambda a, o: probes.recall(a["pd"], lengths=(300, 600), depths=(0.1, 0.9), **o),
     "cliff": lambda a, o: probes.find_cliff(a["combined"], low=280, high=900, tolerance=0.3, **o),
@@ -52,7 +59,7 @@ LAB: dict[str, Call] = {
     ),
 }  # fmt: skip
 # A model of 135 million parameters: facts near the end of short prompts, where it is whole; the long ones are its own.
-VLLM: dict[str, Call] = {
+SMALL: dict[str, Call] = {
     "recall": lambda a, o: probes.recall(a["combined"], lengths=(300, 400), depths=(0.9,), **o),
     "residues": lambda a, o: probes.scan_residues(
         a["combined"], start=300, period=2, anchors=("end",), distance=60, cache=("cold",), **o
@@ -80,6 +87,19 @@ def engine() -> Iterator[Arms]:
 
     with workbook.open_target("vllm") as opened:
         yield {name: opened.arms[name] for name in ("combined", "pd")}
+
+
+@contextlib.contextmanager
+def live(spec: str, model: str | None) -> Iterator[Arms]:
+    """One live server for both roles, or `combined=…,pd=…`, as a notebook's target is written."""
+    from needlework import workbook
+
+    os.environ.pop("NEEDLEWORK_TARGET", None)  # it would overrule the address
+    with workbook.open_target(spec, model=model) as opened:
+        arms = dict(opened.arms)
+        if len(arms) > 1 and set(arms) != {"combined", "pd"}:
+            raise SystemExit("two endpoints are given as combined=URL,pd=URL")
+        yield arms if len(arms) > 1 else dict.fromkeys(("combined", "pd"), *arms.values())
 
 
 def one_run(name: str, call: Call, arms: Arms, seed: int, folder: Path) -> dict[str, Any]:
@@ -110,38 +130,57 @@ def table(found: Mapping[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def save(out: Path, facts: Mapping[str, Any], found: Mapping[str, list[dict[str, Any]]]) -> None:
+    """The whole file anew, in one step: a series that is killed loses the run under way and no other."""
+    beside = out.with_name(out.name + ".part")
+    beside.write_text(json.dumps({**facts, "runs": found}, indent=1) + "\n")
+    beside.replace(out)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=("lab", "vllm"), default="lab")
+    parser.add_argument("--endpoint", metavar="URL", help="a live endpoint instead, or combined=URL,pd=URL")
+    parser.add_argument("--model", help="model name at the live endpoint; default: the first one that is listed")
     parser.add_argument("--runs", type=int, default=100, help="of each instrument, those already in --out included")
-    parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long, whatever is done")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no further run after so long")
     parser.add_argument("--only", default="", help="names of instruments, comma-separated")
     parser.add_argument("--out", type=Path, help="JSON file that is added to")
     args = parser.parse_args()
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-    calls = LAB if args.target == "lab" else VLLM
+    target = "live endpoint" if args.endpoint else args.target
+    calls = SMALL if target == "vllm" else FULL
+    if args.endpoint and "pd=" not in args.endpoint:
+        calls = {name: call for name, call in calls.items() if name not in SPLIT}
     wanted = [n for n in calls if not args.only or n in args.only.split(",")]
     kept = json.loads(args.out.read_text()) if args.out and args.out.is_file() else {}
     found: dict[str, list[dict[str, Any]]] = {name: kept.get("runs", {}).get(name, []) for name in calls}
+    opened = live(args.endpoint, args.model) if args.endpoint else lab() if target == "lab" else engine()
+    facts = {
+        "what": f"verdicts of every instrument on a healthy deployment ({target}), with its own controls",
+        "command": f"python benchmarks/false_alarms.py {'--endpoint URL' if args.endpoint else f'--target {target}'}",
+        "date": datetime.date.today().isoformat(),
+        "versions": {"needlework": needlework.__version__, "python": platform.python_version()},
+    }
     deadline = time.monotonic() + 60 * args.minutes
-    with lab() if args.target == "lab" else engine() as arms, tempfile.TemporaryDirectory() as folder:
+    with opened as arms, tempfile.TemporaryDirectory() as folder:
         for seed in range(args.runs):
             for name in wanted:
-                if len(found[name]) <= seed and time.monotonic() < deadline:
-                    found[name].append(one_run(name, calls[name], arms, 10_000 + seed, Path(folder)))
-                    if "sentence" in found[name][-1]:
-                        print(f"{name}, seed {seed}: {found[name][-1]['sentence']}", flush=True)
-    if args.out:
-        facts = {
-            "what": f"verdicts of every instrument on a healthy deployment ({args.target}), with its own controls",
-            "command": f"python benchmarks/false_alarms.py --target {args.target}",
-            "date": datetime.date.today().isoformat(),
-            "versions": {"needlework": needlework.__version__, "python": platform.python_version()},
-        }
-        args.out.write_text(json.dumps(facts | {"runs": found}, indent=1) + "\n")
+                if len(found[name]) > seed or time.monotonic() > deadline:
+                    continue
+                found[name].append(one_run(name, calls[name], arms, 10_000 + seed, Path(folder)))
+                if args.out:
+                    save(args.out, facts, found)
+                if "sentence" in found[name][-1]:
+                    print(f"{name}, seed {seed}: {found[name][-1]['sentence']}", flush=True)
     print(table({name: rows for name, rows in found.items() if rows}))
     return 1 if any("sentence" in r for rows in found.values() for r in rows) else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from needlework.workbook.targets import TargetError
+
+    try:
+        sys.exit(main())
+    except TargetError as error:  # no such engine, or nobody at that address
+        sys.exit(str(error))
