@@ -54,6 +54,7 @@ class Mock:
     aborted: int = 0
     last_value: str = ""
     key: str | None = None
+    model: str = "mock"
 
     @property
     def chats(self) -> list[dict]:
@@ -145,7 +146,7 @@ def make_app(mock: Mock) -> Starlette:
         logprobs = None
         if body.get("logprobs") and d != "openai":
             logprobs = {"content": [{"token": p, "logprob": -0.01} for p in pieces]}
-        base = {"id": "x", "model": "mock", "system_fingerprint": f"fp{ordinal % mock.defects.replicas}"}
+        base = {"id": "x", "model": mock.model, "system_fingerprint": f"fp{ordinal % mock.defects.replicas}"}
         if "worker_id" in nvext.get("extra_fields", []):
             base["nvext"] = {"worker_id": {"prefill_worker_id": 7, "decode_worker_id": 9, "decode_dp_rank": 0}}
         message = {"role": "assistant", "content": "".join(pieces)}
@@ -178,7 +179,7 @@ def make_app(mock: Mock) -> Starlette:
         return JSONResponse({"count": count, "tokens": list(range(min(count, 8))), "max_model_len": mock.window})
 
     async def models(request: Request) -> Response:
-        card = {"id": "mock", "object": "model"}
+        card = {"id": mock.model, "object": "model"}
         if d in ("sglang", "vllm"):
             card["max_model_len"] = mock.window
         return JSONResponse({"object": "list", "data": [card]})

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import checkpoint_reference as plain
+import checkpoint_words as words
 import httpx
+import make_checkpoint as made
 import numpy as np
+import pair_proxy
 import pytest
+import record_checkpoint
+import record_vllm
 import torch
 from needlework import pages
 from needlework.probes import PromptSpec
@@ -18,13 +23,6 @@ from safetensors import safe_open
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data" / "checkpoint"
-sys.path.insert(0, str(ROOT / "tools"))
-import checkpoint_reference as plain  # noqa: E402
-import checkpoint_words as words  # noqa: E402
-import make_checkpoint as made  # noqa: E402
-import pair_proxy  # noqa: E402
-import record_checkpoint  # noqa: E402
-import record_vllm  # noqa: E402
 
 
 @pytest.fixture(scope="module")

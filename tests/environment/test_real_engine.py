@@ -1,23 +1,20 @@
 """The recorded run of a real engine: re-read from the bundle, and the tools that made it."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import record_vllm
 import torch
+import vllm_worker
 from needlework import analysis, pages
 from needlework.evidence import Bundle
 from needlework.kernels import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLE = ROOT / "data/incidents/vllm-dsv32"
-sys.path.insert(0, str(ROOT / "tools"))
-
-import record_vllm  # noqa: E402
-import vllm_worker  # noqa: E402
 
 
 def dump(name: str) -> pages.Dump:

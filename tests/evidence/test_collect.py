@@ -31,7 +31,7 @@ from needlework.evidence import (
 )
 from needlework.evidence.hosts import COMMANDS, argv_of
 from needlework.evidence.redaction import check, redact
-from test_redaction import gone, planted
+from planted import gone, planted
 
 PLAN = f"""
 name = "seeds"

@@ -239,12 +239,13 @@ class Bench:
         except TransportError as error:
             raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
         known = self.journal.manifest.get("targets", {}).get(self.arm or "single")
-        if known and (known.get("engine"), known.get("model")) != (found.engine, found.model):
+        now = found.as_dict()
+        if known and (known.get("engine"), known.get("model")) != (now["engine"], now["model"]):
             raise ValueError(
                 f"this run folder measured {known.get('engine')} with model {known.get('model')!r}, not "
-                f"{found.engine} with {found.model!r}; use another folder"
+                f"{now['engine']} with {now['model']!r}; use another folder"
             )
-        self.journal.note(targets={self.arm or "single": found.as_dict()})
+        self.journal.note(targets={self.arm or "single": now})
         for note in found.notes:
             self.warn(note)
         self._ready = True

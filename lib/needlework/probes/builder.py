@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from needlework.serving import Endpoint, TransportError, counts
+from needlework.serving.scrub import private
 
 from .fitting import Ratio, build
 from .journal import Journal
@@ -45,7 +46,7 @@ class Builder:
 
     async def _count(self, messages: Messages) -> int:
         found = self.endpoint.capabilities
-        sha = digest([found.model, found.tokenize, messages], 32)
+        sha = digest([private(found.model), found.tokenize, messages], 32)  # as the manifest has it
         count = self.journal.count(sha)
         if count is None:
             count = await counts.count_tokens(self.endpoint, messages)

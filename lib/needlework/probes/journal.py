@@ -16,10 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from needlework.serving.scrub import private
+
 if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1
+FROM_SERVER = ("answer", "error", "finish_reason", "worker", "fingerprint")  # text that somebody else wrote
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -92,7 +95,11 @@ class Journal:
         return row if row is not None and (final or row.get("outcome") != "transport") else None
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add one trial; on disk before this returns."""
+        """Add one trial, without the secrets that a server may have put into it; on disk before this returns."""
+        expected = row.get("expected") or ""
+        for name in FROM_SERVER:
+            if isinstance(said := row.get(name), str) and said.strip() != expected:
+                row = row | {name: private(said, expected)}
         self.rows[row["trial_id"]] = row
         self.lines += 1
         self._write("trials.jsonl", row)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .scrub import private
+
 # The first goes to the template of vllm and sglang, the second through dynamo (its `nvext.md`) to the engine.
 THINKING_OFF: dict[str, dict[str, Any]] = {
     "chat_template_kwargs": {"enable_thinking": False, "thinking": False},
@@ -37,7 +39,8 @@ class Capabilities:
     notes: tuple[str, ...] = field(default_factory=tuple)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """For the journal: without keys, hosts or home folders that a model's name or a note may hold."""
+        return asdict(self) | {"model": private(self.model), "notes": [private(note) for note in self.notes]}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Capabilities:
@@ -61,7 +64,7 @@ class Capabilities:
         length = f"{self.max_model_len:,} tokens" if self.max_model_len else "unknown context length"
         cold = f"cold by {self.salt}" if self.salt else "cold by new text only"
         return (
-            f"{self.engine} endpoint, model {self.model!r}, {length}; lengths by {self.tokenize}-form count; "
+            f"{self.engine} endpoint, model {private(self.model)!r}, {length}; lengths by {self.tokenize}-form count; "
             f"cached tokens {'reported' if self.cached_tokens else 'not reported'}; {cold}; "
             f"log-probabilities {'yes' if self.logprobs else 'no'}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from urllib.parse import urlsplit
 
@@ -30,8 +31,23 @@ def scrub(text: object, *, secrets: tuple[str, ...] = (), limit: int = 300) -> s
         (_CONTROL, " "),
     ):
         line = pattern.sub(replacement, line)
-    line = " ".join(line.split())
+    line = private(" ".join(line.split()))
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+@functools.lru_cache(maxsize=4096)
+def private(text: str, keep: str = "") -> str:
+    """The text without what the rules of `evidence.redact` take for a secret or an identity.
+
+    `keep` is left as it stands: the value that a probe asked for looks like a secret by design.
+    """
+    from needlework.evidence.redaction import clean, redact  # its patterns need half a second to load
+
+    def without(part: str) -> str:
+        after = redact(part) if part.strip() else part
+        return part if after == clean(part) else after  # where nothing is secret, odd characters are data
+
+    return keep.join(map(without, text.split(keep))) if keep else without(text)
 
 
 def secrets_of(base_url: str, api_key: str | None) -> tuple[str, ...]:

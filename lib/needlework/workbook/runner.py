@@ -25,8 +25,9 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbclient.util import ensure_async
 from nbformat import NotebookNode
 
-from needlework.workbook import cannot, incidents, tables, writer
+from needlework.workbook import cannot, incidents, tables, targets, writer
 
+LIVE = "live: set NEEDLEWORK_TARGET to its address"  # what an executed notebook holds where the address was
 TIMEOUT_S = 300.0  # for one notebook; the aim is 30
 _TRACE = '__import__("needlework.workbook.trace", fromlist=["_"])'
 
@@ -231,8 +232,10 @@ class Plan:
     @property
     def kind(self) -> str:
         """The kind of target: lab, vllm, recorded or http."""
-        match = re.search(r"(?:^|=)(lab|vllm|recorded|https?)\b", self.target or "lab")
-        return match[1].rstrip("s") if match else "http"
+        try:
+            return targets.kind_of(next(iter(targets.split_arms(self.target or "lab").values())))
+        except targets.TargetError:
+            return "http"  # opening it will say what is wrong with it; until then it may hold an address
 
     @property
     def place(self) -> str:
@@ -258,7 +261,8 @@ class Plan:
         """What is set after the notebook's `parameters` cell; nothing for the default incident and target."""
         if self.default:
             return {}
-        target = {"target": self.target} if self.target else {}
+        address_free = LIVE if self.kind == "http" else self.target
+        target = {"target": address_free} if self.target else {}
         return {"incident": self.incident, **target, **self.settings.get(twin.stem, {})}
 
     def environment(self, twin: Path) -> dict[str, str]:

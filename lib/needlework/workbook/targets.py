@@ -109,7 +109,7 @@ def open_target(
     """
     wanted = (os.environ.get("NEEDLEWORK_TARGET") or spec or "lab").strip()
     bundle = incidents.incident(incident) if isinstance(incident, str) else incident
-    named = _named(wanted)
+    named = split_arms(wanted)
     with contextlib.ExitStack() as stack:
         kinds = {kind_of(part) for part in named.values()}
         if len(kinds) != 1:
@@ -127,7 +127,7 @@ def open_target(
             yield _recorded(named, wanted, bundle)
 
 
-def _named(spec: str) -> dict[str, str]:
+def split_arms(spec: str) -> dict[str, str]:
     """Split `a=…,b=…` (or two bare URLs) into arms; anything else is one arm called `target`."""
     parts = re.split(r",(?=(?:[A-Za-z][\w-]*=)?(?:https?://|recorded:))", spec)
     arms: dict[str, str] = {}
@@ -326,6 +326,8 @@ def check_endpoint(
     """
     import httpx
 
+    from needlework.serving.scrub import private
+
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=timeout_s, trust_env=False)
@@ -344,9 +346,8 @@ def check_endpoint(
     except (ValueError, KeyError, TypeError):
         raise TargetError(f"arm {arm!r} answers /v1/models with something other than a list of models") from None
     if model and model not in found:
-        raise TargetError(
-            f"arm {arm!r} serves no model {plain(model, 60)!r}; it serves: {plain(', '.join(found), 200)}"
-        )
+        serves = plain(private(", ".join(found)), 200)
+        raise TargetError(f"arm {arm!r} serves no model {plain(private(model), 60)!r}; it serves: {serves}")
     return found
 
 
