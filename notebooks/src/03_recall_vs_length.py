@@ -99,6 +99,13 @@ table = workbook.figures.recall_table(trials)
 workbook.tables.table(table, "Recall by arm and length", formats=dict.fromkeys(("recall", "low", "high"), "{:.2f}"))
 
 # %% [markdown]
+# Does the place matter? One frame for all needles together, one for each depth: move the slider, or press a button.
+
+# %%
+by_depth = workbook.explorers.recall_explorer(trials[trials["depth"].isin(depths)], note="One frame a depth.")
+by_depth
+
+# %% [markdown]
 # ### What a full cell is worth
 #
 # Three of three looks like certainty. The interval says what it excludes.

@@ -192,6 +192,12 @@ for code in sorted(set(suspects) - unseen - set(diagnosis.causes)):
 book = book.conclude(diagnosis)
 book
 
+# %% [markdown]
+# Choose a hypothesis to see each run that bears on it.
+
+# %%
+workbook.explorers.ledger_explorer(book)
+
 # %%
 workbook.tables.table(book.exonerated(), "Cleared, and by what")
 
