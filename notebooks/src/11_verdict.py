@@ -28,6 +28,7 @@ target = "recorded"  # every recorded run; or lab:combined,pd:healthy, http://â€
 lengths = (1024, 2560, 3584, 6144)  # prompt tokens, for a live target
 depths = (0.1, 0.3, 0.6, 0.9)
 constants = {}  # what the deployment does not tell of itself, such as {"topk": 512, "ratio": 4}
+ledger_file = ""  # keep the ledger here, such as data/incidents/NAME/ledger.json
 seed = 0
 
 # %%
@@ -190,6 +191,8 @@ for code in sorted(set(suspects) - unseen - set(diagnosis.causes)):
         if feature.presence == 0 and name not in SHAPES and analysis.BY_CODE[code].odds(name) >= 0.85:
             book = book.record("all runs", name.replace("_", " "), feature.text, exonerates=[code])
 book = book.conclude(diagnosis)
+if ledger_file:
+    book.save(ledger_file)
 book
 
 # %% [markdown]

@@ -24,7 +24,7 @@ TWINS = {t.stem: t for t in writer.twins(ROOT)}
 SKIPS = tomllib.loads((Path(__file__).parent / "skips.toml").read_text()).get("skip", {})
 # executed again here and compared byte for byte: those that start no deployment and end within seconds.
 # `needlework run` executes all, and `test_outputs_are_not_stale` reads the stamps that it leaves.
-AGAIN = ("00_start_here", "01_collect_evidence", "05_fp8_pages")
+AGAIN = ("00_start_here", "01_collect_evidence")
 MACHINE = re.compile(r"/(?:home|Users|work|farm|tmp)/\w|\blocalhost:\d{4,5}|0x[0-9a-f]{9,}")
 MODULES = re.compile(r"\b(?:needlework|pages|probes|workbook)(?:\.[a-z_]+)+")  # `needlework.pages.io` is no host name
 
