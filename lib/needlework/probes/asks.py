@@ -54,6 +54,11 @@ class Ask:
         identity = {name: getattr(self, name) for name in names} | {"prompt": self.prompt.as_dict()}
         return digest({"generator": GENERATOR, **identity})
 
+    def __str__(self) -> str:
+        arm = f", arm {self.arm}" if self.arm else ""
+        of = self.prompt
+        return f"{self.probe} trial of {of.target_tokens} tokens at depth {of.depth:g} (seed {of.seed}{arm})"
+
 
 def resolve(endpoint: Target) -> tuple[Endpoint | None, Recorded | None]:
     """(live endpoint, None) or (None, recorded run) from what the user named; raises ValueError for anything else."""

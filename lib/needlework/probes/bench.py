@@ -147,11 +147,8 @@ class Bench:
             self.remember(a)
         missing = [a for a in asks if not self.holds(a)]
         if missing and self.replay:
-            a = missing[0]
             raise ValueError(
-                f"the recorded run holds no {a.probe} trial of {a.prompt.target_tokens} tokens at depth "
-                f"{a.prompt.depth:g} (seed {a.prompt.seed}{', arm ' + a.arm if a.arm else ''}); "
-                "use the parameters it was recorded with, or a live endpoint"
+                f"the recorded run holds no {missing[0]}; use the parameters it was recorded with, or a live endpoint"
             )
         self.used |= dict.fromkeys(a.trial_id for a in asks)
         if missing:
@@ -276,13 +273,7 @@ class Bench:
         """Build and send an ask, grade the answer, write the row, and return it."""
         prompt = await self.build(a)
         assert self.endpoint is not None and self._own_builder is not None
-        found = self.endpoint.capabilities
-        limit = found.max_model_len
-        if limit and prompt.counted_tokens + a.max_tokens > limit:
-            raise ValueError(
-                f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
-                f"of {limit} tokens; ask for shorter prompts"
-            )
+        rows.check_window(a, prompt, self.endpoint.capabilities.max_model_len)
         self.count(prompt.counted_tokens)
         row = self.row(a, prompt)
         row |= await rows.exchange(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1
+UNFINISHED = ".part"  # ends the name of a run that is being recorded
 FROM_SERVER = ("answer", "error", "finish_reason", "worker", "fingerprint")  # text that somebody else wrote
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -87,7 +88,7 @@ class Journal:
     @property
     def name(self) -> str:
         """The folder's name; a run under way (`10_pd.part`) has the one that it will have when it is whole."""
-        return _NAME.sub("-", self.path.name.removesuffix(".part")) if self.path is not None else "memory"
+        return _NAME.sub("-", self.path.name.removesuffix(UNFINISHED)) if self.path is not None else "memory"
 
     def get(self, trial_id: str, *, final: bool = False) -> dict[str, Any] | None:
         """The row of a finished trial. A `transport` row is not finished, unless `final` (replay) takes it as it is."""
@@ -111,6 +112,16 @@ class Journal:
         if sha not in self.counts:
             self.counts[sha] = count
             self._write("counts.jsonl", {"sha": sha, "count": count})
+
+    def enter(self, arm: str, target: dict[str, Any]) -> None:
+        """Name what this run measures under `arm`; ValueError when the folder has measured another engine or model."""
+        known = self.manifest.get("targets", {}).get(arm)
+        if known and (known.get("engine"), known.get("model")) != (target["engine"], target["model"]):
+            raise ValueError(
+                f"this run folder measured {known.get('engine')} with model {known.get('model')!r}, not "
+                f"{target['engine']} with {target['model']!r}; use another folder"
+            )
+        self.note(targets={arm: target})
 
     def note(self, **entries: Any) -> None:
         """Merge entries into the manifest (dictionaries one level deep) and write it atomically."""

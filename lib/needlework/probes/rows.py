@@ -41,6 +41,15 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
     }
 
 
+def check_window(a: Ask, prompt: Prompt, limit: int | None) -> None:
+    """Raises ValueError when prompt and answer do not fit a window of `limit` tokens (None: not known)."""
+    if limit and prompt.counted_tokens + a.max_tokens > limit:
+        raise ValueError(
+            f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
+            f"of {limit} tokens; ask for shorter prompts"
+        )
+
+
 async def exchange(
     endpoint: Endpoint, a: Ask, prompt: Prompt, known_values: Mapping[str, str], *, thinking: bool, tolerance: int,
     prepare: Prepare | None,

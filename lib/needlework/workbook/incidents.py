@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from needlework.probes.journal import UNFINISHED
+
 DEFAULT = "context-loss"
-UNFINISHED = ".part"  # ends the name of a run that is being recorded
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 

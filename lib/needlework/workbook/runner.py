@@ -25,6 +25,7 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbclient.util import ensure_async
 from nbformat import NotebookNode
 
+from needlework.probes.journal import UNFINISHED
 from needlework.workbook import cannot, incidents, tables, targets, writer
 
 LIVE = "live: set NEEDLEWORK_TARGET to its address"  # what an executed notebook holds where the address was
@@ -284,7 +285,7 @@ class Plan:
 
     def unfinished(self, twin: Path) -> Path:
         """Where it lies until the notebook has come to its end; a run that was stopped goes on from there."""
-        return self.bundle / "runs" / f"{twin.stem}{incidents.UNFINISHED}"
+        return self.bundle / "runs" / f"{twin.stem}{UNFINISHED}"
 
 
 def choose(names: Sequence[str], root: Path) -> list[Path]:
