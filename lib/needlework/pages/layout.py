@@ -21,10 +21,12 @@ from . import formats, slices
 from .fields import Field
 from .writers import Writer
 
+COMPILED_VALUES = 1 << 28  # a pool of so many values repays the import of the compiled pass in one call
+
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
+def _has(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Layout:
     def values(self, raw: Tensor, page_tokens: int = 64, out: Tensor | None = None) -> Tensor:
         """Only the dequantised values, float32 [pages, page_tokens, dim], into a contiguous `out` where it is given.
 
-        ValueError if `out` does not fit. On a CUDA device one fused kernel, where Triton is installed.
+        ValueError if `out` does not fit. On a CUDA device one fused kernel, where Triton is installed; for a pool of
+        2^28 values or more on a CPU one compiled pass, where numba is (the first on a machine takes seconds more).
         """
         self.check(raw, page_tokens)
         shape = (raw.shape[0], page_tokens, self.dim)
@@ -116,11 +119,17 @@ class Layout:
                 f"{self.name}: values of this pool need a contiguous torch.float32 {list(shape)} on {raw.device}; "
                 f"found {out.dtype} {list(out.shape)} on {out.device}"
             )
-        if raw.is_cuda and _has_triton() and raw.data_ptr() % 4 == raw.stride(0) % 4 == 0:
+        if raw.is_cuda and _has("triton") and raw.data_ptr() % 4 == raw.stride(0) % 4 == 0:
             from . import device  # imports triton, and sets up its compiler
 
             device.values(self, raw, page_tokens, out)
             return out
+        if not raw.is_cuda and out.numel() >= COMPILED_VALUES and _has("numba"):
+            from . import compiled  # imports numba
+
+            if compiled.takes(self, out):
+                compiled.values(self, raw, page_tokens, out)
+                return out
         slices.values(self, raw, page_tokens, out)
         return out
 

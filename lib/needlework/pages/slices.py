@@ -6,7 +6,7 @@ end of every step, some microseconds of work each. All views are made once: a st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -30,15 +30,21 @@ def values(layout: Layout, pool: Tensor, page_tokens: int, out: Tensor) -> None:
     (`Layout.values`).
     """
     step = max(1, (GPU_SLICE_VALUES if pool.is_cuda else SLICE_VALUES) // (page_tokens * layout.dim))
-    firsts = iter(range(0, len(pool), step))  # shared: whichever thread is free takes the next slice
-    threads = 1 if pool.is_cuda else min(torch.get_num_threads(), -(-len(pool) // step))
     job = _Job(layout, pool, page_tokens, out)
+    share(job.work, len(pool), step, 1 if pool.is_cuda else torch.get_num_threads())
+
+
+def share(work: Callable[[Iterator[int], int], None], pages: int, step: int, threads: int) -> None:
+    """Call `work(firsts, step)` on `threads` threads until the slices of `step` pages that begin at `firsts` are done:
+    whichever thread is free takes the next one. In `work` torch itself uses one thread."""
+    firsts = iter(range(0, pages, step))
+    threads = min(threads, -(-pages // step))
     if threads == 1:
-        return job.work(firsts, step)
+        return work(firsts, step)
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as workers:
-            for done in [workers.submit(job.work, firsts, step) for _ in range(threads)]:
+            for done in [workers.submit(work, firsts, step) for _ in range(threads)]:
                 done.result()
     finally:
         torch.set_num_threads(before)  # what the workers set is also what later threads would start with
