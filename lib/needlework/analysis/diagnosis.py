@@ -2,14 +2,13 @@
 
 The score of a class is a likelihood: for each feature that the table could show, how often the class
 brings it.
-Pairs of classes are scored in the same way (a feature is there when either brings it), at the price of a lower prior.
+A second cause is looked for in what the first leaves unexplained (second_cause.py).
 A posterior is only as good as the list of classes; so the verdict also asks for enough trials and for two independent
 lines of evidence before it calls anything shown, and it never says "proven" by itself.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from html import escape
@@ -21,13 +20,13 @@ from needlework.analysis.features import Feature, extract
 from needlework.analysis.intervals import sentence
 from needlework.analysis.next_tests import NextTest, missing, next_tests
 from needlework.analysis.odds import BACKGROUND, ELSEWHERE, Signature
+from needlework.analysis.second_cause import BRINGS, clear_signs, rest_of
 from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES
 from needlework.analysis.trials import column, hits
 from needlework.analysis.view import plain_cells
 
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
 UNSEEN = 0.2  # prior of a class whose conditions nobody tried
-PAIR_PRIOR = 0.1  # two causes at once are this much rarer than one
 STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
@@ -150,19 +149,16 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     hit = hits(trials)[_asked(trials)]
     measured = int(hit.notna().sum())
     single = {s.code: _score(s, seen) + _prior(s, seen) for s in SIGNATURES}
-    pairs = {
-        (a.code, b.code): _score_pair(a, b, seen) + math.log(PAIR_PRIOR)
-        for a, b in itertools.combinations([s for s in SIGNATURES if s.code != "healthy"], 2)
-    }
     share = _normalised(single)
     order = sorted(SIGNATURES, key=lambda s: -single[s.code])
     ranked = tuple(_ranked(s, share[s.code], single[s.code], seen) for s in order)
     # a budget that cuts every answer leaves nothing measured, and is seen in just that
     told = len(hit) if ranked[0].code == "N3" else measured
-    verdict, causes, confidence = _verdict(ranked, single, pairs, seen, told)
-    if verdict == "two causes":  # the partner that the pair names comes second
-        first = [r for code in causes for r in ranked if r.code == code]
-        ranked = (*first, *[r for r in ranked if r.code not in causes])
+    verdict, causes, confidence = _verdict(ranked, seen, told)
+    if (second := _second(trials, evidence, ranked[0], seen)) is not None and measured >= 2 * FEW:
+        verdict, causes = "two causes", (ranked[0].code, second.code)
+        ranked = (ranked[0], second, *[r for r in ranked[1:] if r.code != second.code])
+        confidence = "moderate" if confidence == "weak" else confidence
     return Diagnosis(
         verdict,
         confidence,
@@ -205,19 +201,6 @@ def _score(signature: Signature, seen: dict[str, Feature]) -> float:
     return sum(_likelihood(signature.odds(name), f.presence or 0.0) for name, f in seen.items())
 
 
-def _score_pair(a: Signature, b: Signature, seen: dict[str, Feature]) -> float:
-    total = 0.0
-    for name, feature in seen.items():
-        one, two = a.odds(name), b.odds(name)
-        # a class that speaks of the feature decides it; the background of a silent partner adds nothing
-        if name not in a.expects or name not in b.expects:
-            odds = two if name in b.expects else one
-        else:
-            odds = 1 - (1 - one) * (1 - two)
-        total += _likelihood(min(0.985, odds), feature.presence or 0.0)
-    return total
-
-
 def _background(name: str, presence: float) -> float:
     return _likelihood(BACKGROUND.get(name, ELSEWHERE), presence)
 
@@ -240,13 +223,21 @@ def _normalised(score: dict[str, float]) -> dict[str, float]:
     return {code: value / total for code, value in weight.items()}
 
 
-def _verdict(
-    ranked: tuple[Ranked, ...],
-    single: dict[str, float],
-    pairs: dict[tuple[str, str], float],
-    seen: dict[str, Feature],
-    measured: int,
-) -> tuple[str, tuple[str, ...], str]:
+def _second(trials: pd.DataFrame, evidence: Any, first: Ranked, seen: dict[str, Feature]) -> Ranked | None:
+    """The cause of what `first` leaves unexplained, if that is clear, with the evidence of the rest of the table."""
+    if first.code == "healthy" or not (rest := rest_of(trials, evidence, BY_CODE[first.code], seen)):
+        return None
+    signs = clear_signs(rest, BY_CODE[first.code])
+    left = {name: f for name, f in rest.features.items() if f.presence is not None}
+    score = {s.code: _score(s, left) + _prior(s, left) for s in SIGNATURES if s.code != first.code}
+    best = BY_CODE[max(score, key=lambda code: score[code])]
+    if best.code == "healthy" or not any(best.expects.get(name, 0.0) >= BRINGS for name in signs):
+        return None
+    share = _normalised(score)
+    return _ranked(best, min(first.posterior, share[best.code]), score[best.code], left)
+
+
+def _verdict(ranked: tuple[Ranked, ...], seen: dict[str, Feature], measured: int) -> tuple[str, tuple[str, ...], str]:
     top = ranked[0]
     alarms = [n for n, f in seen.items() if (f.presence or 0) >= 0.5 and not _harmless(n)]
     if measured < 6 or not seen:
@@ -257,10 +248,6 @@ def _verdict(
         if measured >= FEW and calm:
             return "healthy", (), "strong" if measured >= 100 else "moderate"
         return "not proven", (), "weak"
-    best, value = max(pairs.items(), key=lambda item: item[1])
-    if measured >= 2 * FEW and value > single[top.code] + 1.0 and all(_carries(code, best, seen) for code in best):
-        ordered = tuple(sorted(best, key=lambda code: -single[code]))
-        return "two causes", ordered, "moderate" if value < single[top.code] + 6 else "strong"
     lines = {LINES.get(e.feature, e.feature) for e in top.supporting if e.weight >= WEAK} - {""}
     if measured < FEW or top.posterior < 0.5 or not lines:
         return "not proven", (), "weak"
@@ -268,19 +255,6 @@ def _verdict(
     if top.posterior >= 0.9 and measured >= 60 and len(lines) >= 2 and decided:
         return "named", (top.code,), "strong"
     return "named", (top.code,), "moderate" if top.posterior >= 0.7 else "weak"
-
-
-def _carries(code: str, pair: tuple[str, str], seen: dict[str, Feature]) -> bool:
-    """Does this member explain something clear that its partner does not?"""
-    other = BY_CODE[pair[1] if code == pair[0] else pair[0]]
-    mine = BY_CODE[code]
-    return any(
-        (f.presence or 0) >= 0.7
-        and mine.expects.get(name, 0) >= 0.4
-        and other.odds(name) <= 0.2
-        and not _harmless(name)
-        for name, f in seen.items()
-    )
 
 
 # Shapes and kinds of loss: no alarm on their own.

@@ -14,6 +14,8 @@ from needlework.analysis.view import LAPSE, Feature, View, best_split, contrast,
 RELOAD = re.compile(r"(?i)evict|reload|host|storage|tier|offload|disk")
 TENANT = ("tenant", "adapter", "salt", "lora")
 MOVED = 1e-6  # nats; serial repeats are identical, as reported
+# how often the same prompt changes between hit and miss for no reason: alone, greedy decoding repeats itself
+FLIPS = {"flips_serial": 0.02, "flips_loaded": 2 * LAPSE}
 PLACE = ("page_id", "first_page", "block_id", "max_page")
 
 
@@ -203,7 +205,7 @@ def repeatability(v: View) -> list[Feature]:
         groups = groups[groups["size"] >= 2]
         if len(groups) >= 6:
             differ = int((groups["min"] != groups["max"]).sum())
-            p = float(binom.sf(differ - 1, len(groups), 2 * LAPSE)) if differ else 1.0
+            p = float(binom.sf(differ - 1, len(groups), FLIPS[name])) if differ else 1.0
             out.append(
                 Feature(
                     name,

@@ -101,17 +101,17 @@ def answers(v: View) -> list[Feature]:
                 n,
             )
         )
-    lost = int(np.isin(v.outcome, ["cut", "reasoning_only"]).sum()) + int(
-        ((v.text("finish_reason") == "length") & (v.hit == 0)).sum()
-    )
-    if v.n >= 8:
-        share = lost / v.n
+    whole = v.text("aborted") == ""  # an answer that the client itself cut off says nothing about a budget
+    spent = np.isin(v.outcome, ["cut", "reasoning_only"]) | ((v.text("finish_reason") == "length") & (v.hit == 0))
+    lost, asked = int((spent & whole).sum()), int(whole.sum())
+    if asked >= 8:
+        share = lost / asked
         out.append(
             Feature(
                 "budget",
                 float(np.clip((share - 0.03) / 0.1, 0, 1)),
-                f"{lost} of {v.n} answers ended at the token budget",
-                v.n,
+                f"{lost} of {asked} answers ended at the token budget",
+                asked,
             )
         )
     return out
@@ -177,6 +177,7 @@ FINDINGS = {
     "page_scale": r"scale|rounding|power of two",
     "page_stale": r"stale|previous owner|unchanged|not written|never-written|missing|zero page|swapped|foreign",
 }
+ORDER = r"permuted|out of order"
 
 
 def inside(v: View) -> list[Feature]:
@@ -204,6 +205,8 @@ def inside(v: View) -> list[Feature]:
             seen = bool(re.search(pattern, words)) and not shadows.get(name, False)
             what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
             out.append(Feature(name, float(seen), what, len(pages)))
+        if re.search(ORDER, words):  # its absence says nothing: pages are compared in order on two sides or not at all
+            out.append(Feature("page_order", 1.0, "page findings name whole pages in each other's place", len(pages)))
         out.append(Feature("pages_right", float(not pages), f"{len(pages)} kinds of findings in the pages", len(pages)))
     placed = v.evidence.get("placement") or []
     if len(placed) >= 8:

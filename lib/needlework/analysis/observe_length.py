@@ -75,6 +75,8 @@ def length(v: View) -> list[Feature]:
         out.append(Feature(name, strength, f"recall falls with {what} {where} tokens{rates}", len(y), value))
     if max(gains.values()) >= best - 0.5:
         _predict(v, gains, rivals, chunk)
+    if whole is not None and gains["edge"] > max(5, best - 0.5):
+        v.edge = whole
     if whole is not None and gains["edge"] > max(5, best - 6):
         below, above = y[x <= whole.low], y[x >= whole.high]
         clean = min(below.mean() if len(below) else 0.5, 1 - above.mean() if len(above) else 0.5)
@@ -101,12 +103,12 @@ def _clear(name: str, split: Split) -> float:
 
 
 def short(v: View) -> list[Feature]:
-    """Do even prompts miss that are too short for any budget, chunk or edge to matter?"""
+    """Do even prompts miss that are too short for any budget, chunk or edge to matter, one that was found included?"""
     own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
     x = v.length[v.base]
     if len(x) < 12 or len(np.unique(x)) < 3:
         return []
-    limit = min(own or np.inf, float(np.quantile(x, 0.35)))
+    limit = min(own or np.inf, float(np.quantile(x, 0.35)), v.edge.low if v.edge is not None else np.inf)
     misses, n = v.rate(v.base & (v.length <= limit))
     if n < 5:
         return []

@@ -243,6 +243,7 @@ class View:
         if plain.sum() < 12:
             plain = self.measured
         self.good = np.ones(self.n, bool)  # rows that the effect of length alone would let hit
+        self.edge: Split | None = None  # the fall with length, once one is found
         self.worst_arm = self._worst_arm(plain)
         self.base = plain & (self.arm == self.worst_arm) if self.worst_arm is not None else plain
 

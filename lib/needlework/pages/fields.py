@@ -60,6 +60,15 @@ class Field:
         # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
         return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
 
+    def put(self, pool: Tensor, page_tokens: int, data: Tensor, *index: Tensor) -> None:
+        """Write bytes uint8 [n, bytes] at `index` (page, row and place in its tile) of `view`."""
+        view = self.view(pool, page_tokens)
+        data = data.reshape(-1, *view.shape[3:])
+        if view.is_cuda:
+            view[index] = data
+        else:  # as in `take`
+            view.numpy()[tuple(one.numpy() for one in index)] = data.numpy()
+
     def stored(self, pool: Tensor, page_tokens: int) -> Tensor:
         """The field as stored: uint8 [pages, page_tokens, bytes], or float32 / bfloat16 [pages, page_tokens, count].
 

@@ -193,9 +193,7 @@ class Layout:
         stored = self.quantise(rows, writer)
         for item in self.fields:
             if item.name in stored:
-                view = item.view(pool, page_tokens)
-                data = stored[item.name].contiguous().view(torch.uint8).reshape(-1, *view.shape[3:])
-                view[(page, *item.place(offset))] = data
+                item.put(pool, page_tokens, stored[item.name].contiguous().view(torch.uint8), page, *item.place(offset))
 
     def quantise(self, values: Tensor, writer: str | None = None) -> dict[str, Tensor]:
         """Stored fields of float values [..., dim]: codes, scales, and rope (and a zeroed pad) where they apply."""

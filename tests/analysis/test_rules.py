@@ -1,0 +1,104 @@
+"""What separates two classes: one observable each, present for the one and absent for the other."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from needlework.analysis.diagnosis import diagnose
+from needlework.analysis.features import extract
+from needlework.analysis.second_cause import clear_signs, rest_of
+from needlework.analysis.signatures import BY_CODE
+from needlework.analysis.view import View, settings
+from simulator import CONFIG, battery, simulate
+
+TINY = {"topk": 128, "ratio": 4, "window": 32, "page": 64, "chunk": 768}
+
+
+def rows(lengths, hit, **more) -> pd.DataFrame:
+    """Plain cold trials of these lengths; `hit(length, i)` says whether trial i is right."""
+    lengths = list(lengths)
+    right = [bool(hit(n, i)) for i, n in enumerate(lengths)]
+    base = {
+        "probe": "recall",
+        "arm": "single",
+        "prompt_tokens": lengths,
+        "outcome": ["exact" if r else "refusal" for r in right],
+        "needle_token": [n // 2 for n in lengths],
+        "cached_tokens": 0,
+        "cache": "cold",
+        "concurrency": 1,
+        "turn": 1,
+        "prompt_sha": [f"{n}/{i}" for i, n in enumerate(lengths)],
+    }
+    return pd.DataFrame(base | more)
+
+
+def presence(frame: pd.DataFrame, name: str, config=TINY) -> float:
+    return extract(frame, {"config": config})[name].presence or 0.0
+
+
+LADDER = [n for n in (110, 170, 300, 490, 540, 1000, 2700) for _ in range(3)] * 2
+
+
+def test_short_prompts_that_a_found_edge_explains_are_no_short_loss():
+    """F05 with a budget below the configured one against F20: prompts under 512 tokens miss in both, an edge in one."""
+    edge = rows(LADDER, lambda n, i: n < 200)
+    everywhere = rows(LADDER, lambda n, i: i % 4 == 0)
+    assert presence(edge, "edge") > 0.9 and presence(edge, "short_loss") < 0.1
+    assert presence(everywhere, "short_loss") > 0.9 and presence(everywhere, "edge") < 0.5
+
+
+@pytest.mark.parametrize(("differ", "low", "high"), [(0, 0, 0), (1, 0, 0.1), (4, 0.9, 1)])
+def test_a_prompt_that_changes_its_answer_alone_is_chance_of_the_server(differ, low, high):
+    """F03 and F04 lose by chance (page, thread), F05, F06 and F20 by content: the same prompt twice tells."""
+    lengths = [n for n in range(400, 1400, 100) for _ in range(2)]
+    frame = rows(lengths, lambda n, i: not (i % 2 and i // 2 < differ), prompt_sha=[str(n) for n in lengths])
+    assert low <= presence(frame, "flips_serial") <= high
+
+
+def crowd(lost: dict[int, int]) -> pd.DataFrame:
+    parts = [rows([300] * 24, lambda n, i: True)]
+    parts += [
+        rows([300] * 12, lambda n, i, k=k: i >= k, concurrency=size, probe="echo", prompt_sha=f"crowd {size}")
+        for size, k in lost.items()
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+def test_only_padded_batches_lose_by_padding():
+    """F17 against any other loss under load: two in flight fill their batch to the end, three do not."""
+    assert presence(crowd({2: 0, 3: 5, 6: 4}), "padded_loss") > 0.9
+    assert presence(crowd({2: 5, 3: 5, 6: 4}), "padded_loss") < 0.1 < presence(crowd({2: 5, 3: 5, 6: 4}), "load_loss")
+
+
+def test_what_the_client_cut_off_is_no_budget():
+    cut = rows([300] * 20, lambda n, i: True)
+    cut.loc[:3, "outcome"] = "cut"
+    assert presence(cut, "budget") > 0.9
+    assert presence(cut.assign(aborted=[*["by disconnect"] * 4, *[None] * 16]), "budget") == 0
+
+
+@pytest.mark.parametrize(("one", "two"), [("F02", "F09"), ("F07", "F17"), ("N1", "F17")])
+def test_two_causes_of_different_kinds_are_both_said(one, two):
+    result = diagnose(simulate(one, 1, second=two), {"config": CONFIG})
+    assert result.verdict == "two causes" and set(result.causes) == {one, two} == {r.code for r in result.ranked[:2]}
+
+
+def test_what_the_first_cause_explains_is_taken_away_whole():
+    """The rest of a table with one fault is healthy; rows go by condition, right or wrong, and never by outcome."""
+    frame = simulate("F02", 3)
+    seen = {name: f for name, f in extract(frame, {"config": CONFIG}).items() if f.presence is not None}
+    rest = rest_of(frame, {"config": CONFIG}, BY_CODE["F02"], seen)
+    assert rest is not None and rest.kinds == {"length"} and not clear_signs(rest, BY_CODE["F02"])
+    view = View(frame, settings({"config": CONFIG}))
+    assert rest.taken == int((~(view.needle <= seen["position_ceiling"].value[0])).sum())
+    assert rest.taken > int((view.hit == 0).sum()) * 0.8 and (rest.features["loss"].presence or 0) < 0.5
+
+
+def test_where_everything_is_lost_nothing_is_said_of_a_second_cause():
+    asks = [{**a, "length": a["length"] + 60_000} for a in battery(1)]
+    result = diagnose(simulate("F05", 1, asks=asks, second="F09"), {"config": CONFIG})
+    assert result.verdict != "two causes"
+    everywhere = rows(LADDER, lambda n, i: False)
+    seen = {name: f for name, f in extract(everywhere).items() if f.presence is not None}
+    assert rest_of(everywhere, None, BY_CODE["F20"], seen) is None
+    assert np.isfinite(diagnose(everywhere).ranked[0].posterior)
