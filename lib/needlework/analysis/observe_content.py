@@ -178,6 +178,7 @@ FINDINGS = {
     "page_stale": r"stale|previous owner|unchanged|not written|never-written|missing|zero page|swapped|foreign",
 }
 ORDER = r"permuted|out of order"
+ORDER = r"permuted|out of order"
 
 
 def inside(v: View) -> list[Feature]:
@@ -205,6 +206,8 @@ def inside(v: View) -> list[Feature]:
             seen = bool(re.search(pattern, words)) and not shadows.get(name, False)
             what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
             out.append(Feature(name, float(seen), what, len(pages)))
+        if re.search(ORDER, words):  # its absence says nothing: pages are compared in order on two sides or not at all
+            out.append(Feature("page_order", 1.0, "page findings name whole pages in each other's place", len(pages)))
         if re.search(ORDER, words):  # its absence says nothing: pages are compared in order on two sides or not at all
             out.append(Feature("page_order", 1.0, "page findings name whole pages in each other's place", len(pages)))
         out.append(Feature("pages_right", float(not pages), f"{len(pages)} kinds of findings in the pages", len(pages)))
