@@ -39,6 +39,7 @@ class Defects:
     thinks: bool = False
     replicas: int = 1
     transfers: bool = False  # as the decode server of a pair: all but the last token of any prompt is called cached
+    zero_left_out: bool = False  # no word on cached tokens where there are none, as vllm 0.23 and sglang 0.5.14
 
 
 @dataclass
@@ -141,7 +142,7 @@ def make_app(mock: Mock) -> Starlette:
         pieces = tokens_of(text)[: body["max_tokens"]]
         finish = "stop" if len(tokens_of(text)) <= body["max_tokens"] else "length"
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces), "total_tokens": 0}
-        if d in ("sglang", "vllm", "text", "dynamo"):
+        if d in ("sglang", "vllm", "text", "dynamo") and not (mock.defects.zero_left_out and not cached):
             usage["prompt_tokens_details"] = {"cached_tokens": len(tokens) - 1 if mock.defects.transfers else cached}
         logprobs = None
         if body.get("logprobs") and d != "openai":

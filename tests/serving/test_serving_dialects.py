@@ -61,6 +61,16 @@ def test_dynamo_names_both_workers_and_its_flush_is_not_believed():
         assert not run(probe(Endpoint(mock.base_url))).names_worker
 
 
+def test_an_engine_that_leaves_a_zero_out_still_proves_warm_and_cold():
+    with mock_endpoint("vllm", zero_left_out=True) as mock:
+        endpoint = Endpoint(mock.base_url)
+        endpoint.capabilities = found = run(probe(endpoint))
+        assert found.cached_tokens and found.cached_by == "usage" and found.salt == "cache_salt"
+        text = [{"role": "user", "content": "Once more. " * 200}]
+        seen = [run(chat(endpoint, text, alone=False, max_tokens=1)).cached_tokens for _ in range(2)]
+        assert seen[0] == 0 and seen[1] > 100
+
+
 def test_a_pair_that_calls_transferred_tokens_cached_is_seen_through():
     with mock_endpoint("vllm", transfers=True) as mock:
         blind = Endpoint(mock.base_url)

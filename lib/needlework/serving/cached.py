@@ -18,7 +18,9 @@ async def chat(endpoint: Endpoint, messages: list[Message], *, alone: bool, **op
     """
     found = endpoint.capabilities
     if found.cached_tokens and found.cached_by == "usage":
-        return await endpoint.chat(messages, **options)
+        reply = await endpoint.chat(messages, **options)
+        silent = reply.cached_tokens is None and reply.prompt_tokens is not None  # a zero is left out by some engines
+        return replace(reply, cached_tokens=0) if silent else reply
     if not found.cached_tokens or not alone:
         return replace(await endpoint.chat(messages, **options), cached_tokens=None)
     return await _counted(endpoint, messages, **options)
@@ -33,6 +35,10 @@ async def cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
     """
     fresh = _lamps(secrets.token_hex(8))
     reply = await attempt(endpoint.chat(fresh, max_tokens=1))
+    if reply is not None and reply.cached_tokens is None:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
+        again = await attempt(endpoint.chat(fresh, max_tokens=1))
+        if again is not None and again.cached_tokens:
+            return "usage"
     if reply is None or reply.cached_tokens is None:
         notes.append("cached tokens are not reported, so warm and cold cannot be proved")
         return None
@@ -60,7 +66,7 @@ async def accepted_salt(endpoint: Endpoint, source: str | None, names: tuple[str
     for name in names:
         # a salt used in an earlier probe would be warm already
         salted = await attempt(send(endpoint, text, max_tokens=1, fields={name: secrets.token_hex(8)}))
-        if salted is not None and salted.cached_tokens is not None and salted.cached_tokens < again.cached_tokens:
+        if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
             return name
     notes.append("no salt field is honoured; cold prompts start with a new first line instead")
     return None
