@@ -1,4 +1,4 @@
-"""A plain forward pass of the calibration checkpoint on the CPU, with the semantics of DeepSeek sparse attention and
+"""A plain forward pass of the calibration checkpoint in PyTorch, with the semantics of DeepSeek sparse attention and
 with real pages: index keys and latents are written as a serving engine writes them (fp8, pages of 64) and read back.
 
     python tools/checkpoint_reference.py [--lengths 500,1000,2000] [--repeats 2] [--topk 2048] [--fault KIND]
@@ -218,9 +218,12 @@ def main() -> int:
     parser.add_argument("--fault", default="none", choices=FAULTS)
     parser.add_argument("--layer", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="where the tensors lie, as torch names it")
     options = parser.parse_args()
     pieces = words.vocabulary()
     weights, tokenizer = compact(made.tensors(pieces, options.seed)), words.Tokenizer(pieces)
+    torch.set_default_device(options.device)
+    weights = {name: weight.to(options.device) for name, weight in weights.items()}
     order = Random(options.seed)
     for length in map(int, options.lengths.split(",")):
         hits: list[bool] = []

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import checkpoint_words as words
 import httpx
 import make_checkpoint as made
 import pair_proxy
+import pandas as pd
 import record_vllm
 from needlework import analysis, pages, probes
 from needlework.probes.asks import Ask, with_seed
@@ -38,6 +40,10 @@ FAULT_LENGTHS, FAULT_DEPTHS = (1000, 2000, 3000, 4000, 8000, 12000, 16000, 32000
 CUT_LENGTHS = (6000, 9000, 10000, 11000)  # about where 256 entries no longer hold all line ends
 FAULTS = (*record_vllm.FAULTS, "none again")
 SWAPPED, SWAP_TOKENS, DUMP_TOKENS = (2, 30), 8000, 2400
+# what an outside observer would have to call each fault (docs/checkpoint.md says why)
+CLASS_OF = {"none": "healthy", "index-skip": "F14", "index-swap": "F13", "scales-zero": "F14", "mla-skip": "F13",
+            "topk-256": "F05"}  # fmt: skip
+CONFIG = {"topk": made.TOPK, "ratio": 1, "page": record_vllm.BLOCK, "chunk": record_vllm.CHUNK}
 POOL_OF = {"index": "dsa-index-fp8-ue8m0", "mla": "v32-mla-fp8"}
 
 
@@ -66,13 +72,17 @@ def fault_asks(fault: str) -> list[Ask]:
     asks = [Ask("fault", with_seed(probes.PromptSpec(n, d), 5, n), arm=fault) for n in lengths for d in FAULT_DEPTHS]
     if fault in ("none", "index-swap"):  # only a value in one of the two pages can be lost
         asks += [Ask("fault", in_page(page, SWAP_TOKENS, seed), arm=fault, label=f"page {page}")
-                 for page in SWAPPED for seed in (1, 2, 3)]  # fmt: skip
+                 for page in SWAPPED for seed in range(1, 7)]  # fmt: skip
     return asks
 
 
-def faults(asker: record_vllm.Asker, pair: Endpoint, run: Path) -> None:
-    """The pair with each fault, healthy first and last; prefix caches emptied between, so that every prompt travels."""
+def faults(asker: record_vllm.Asker, pair: Endpoint, combined: Endpoint, run: Path) -> None:
+    """The single server once, then the pair with each fault, healthy first and last; prefix caches emptied between, so
+    that every prompt travels."""
     with probes.Bench(pair, run, probe="fault", arm="none") as first:
+        every = {repr(one.prompt): replace(one, arm="combined") for fault in FAULTS for one in fault_asks(fault)}
+        with probes.Bench(combined, journal=first.journal, probe="fault", arm="combined", builder=first) as single:
+            single.ask([replace(one, label="") for one in every.values()])
         for fault in FAULTS:
             kind = fault.split(" ")[0]
             asker.order("decode", "fault", kind=kind, layer=LAYER, pages=list(SWAPPED))
@@ -137,6 +147,35 @@ def rates(trials: Any, by: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def inside(out: Path, fault: str) -> dict[str, Any]:
+    """What the pages of both sides say, as `analysis.diagnose` takes it."""
+    kept = json.loads((out / "evidence" / "dumps.json").read_text())
+    findings = next(row["findings"] for row in kept if row["fault"] == fault)
+    lost = {row["pool"] for row in findings}
+    digests = {f"{pool}.{LAYER}": pool not in lost for pool in POOL_OF}
+    return {"digests": digests, "pages": [f"{row['name']} {row['pool']}" for row in findings]}
+
+
+def diagnosed(out: Path) -> dict[str, Any]:
+    """`analysis.diagnose` of the pair with each fault beside the single server, without and with the pages."""
+    trials = analysis.load_trials(out / "runs" / "faults").query("probe == 'fault'")
+    cached = trials["cached_tokens"].fillna(0)  # vLLM leaves a zero out of its usage
+    trials = trials.assign(cached_tokens=cached, cache=["warm" if count else "cold" for count in cached])
+    found: dict[str, Any] = {}
+    for fault, wanted in CLASS_OF.items():
+        pair = trials[trials["arm"] == fault].assign(arm="pd")
+        single = trials[(trials["arm"] == "combined") & trials["prompt_sha"].isin(pair["prompt_sha"])]
+        both = pd.concat([single, pair], ignore_index=True)
+        for view, evidence in (("outside", {}), ("inside", inside(out, fault))):
+            said = analysis.diagnose(both, {"config": CONFIG, **evidence})
+            first = said.ranked[0]
+            found.setdefault(fault, {"wanted": wanted})[view] = {
+                "verdict": said.verdict, "causes": list(said.causes), "confidence": said.confidence,
+                "first": first.code, "share": round(first.posterior, 2),
+            }  # fmt: skip
+    return found
+
+
 def card(out: Path) -> dict[str, Any]:
     """Recall by arm, fault and length, from the journals in `out` alone."""
     recall = analysis.load_trials(out / "runs" / "recall")
@@ -158,6 +197,7 @@ def card(out: Path) -> dict[str, Any]:
             "faults": rates(grid, ["arm", "target_tokens"]),
             "swapped_pages": rates(fault[in_pages], ["arm", "label"]),
             "fault_outcomes": {arm: part["outcome"].value_counts().to_dict() for arm, part in grid.groupby("arm")},
+            "diagnosis": diagnosed(out),
         }
     return said
 
@@ -206,11 +246,11 @@ def main() -> int:
     try:
         with pair_proxy.pair("vllm", prefill, decode, port=options.port + 3) as address:
             arms = {"combined": Endpoint(combined), "pd": Endpoint(address)}
+            for role in record_vllm.ROLES if {"recall", "faults", "dumps"} & set(steps) else ():
+                asker.order(role, "install")
+                said = asker.order(role, "describe")
+                (evidence / f"worker-{role}.json").write_text(json.dumps(said, indent=1) + "\n")
             if "recall" in steps:
-                for role in record_vllm.ROLES:
-                    asker.order(role, "install")
-                    said = asker.order(role, "describe")
-                    (evidence / f"worker-{role}.json").write_text(json.dumps(said, indent=1) + "\n")
                 result = probes.compare_arms(
                     arms, runs / "recall", lengths=LENGTHS, depths=DEPTHS, repeats=options.repeats
                 )
@@ -218,7 +258,7 @@ def main() -> int:
                 absent(arms, runs / "recall")
                 record_vllm.versions(options)
             if "faults" in steps:
-                faults(asker, arms["pd"], runs / "faults")
+                faults(asker, arms["pd"], arms["combined"], runs / "faults")
             if "dumps" in steps:
                 (evidence / "dumps.json").write_text(json.dumps(dumps(asker, options.out / "pages"), indent=1) + "\n")
         print(json.dumps(card(options.out)))

@@ -167,7 +167,7 @@ def wait(options: argparse.Namespace, pids: dict[str, subprocess.Popen[bytes]], 
                 log = (options.out / f"{role}.log").read_text(errors="replace")
                 raise RuntimeError(f"{role} ended with {child.returncode}:\n" + "\n".join(log.splitlines()[-40:]))
             try:
-                if httpx.get(f"{url(options, role)}/health", timeout=2).status_code == 200:
+                if httpx.get(f"{url(options, role)}{route}", timeout=2).status_code == 200:
                     del waiting[role]
                     seconds[role] = round(time.monotonic() - started)
                     print(f"{role} answers after {seconds[role]} s", flush=True)
@@ -298,9 +298,9 @@ class Asker:
         return {**row, "tokens": tokens}
 
 
-def equality(asker: Asker, journal: Any) -> None:
+def equality(asker: Asker, journal: Any, lengths: Sequence[int] = LENGTHS) -> None:
     """Both arms at every length: cold, at once again (warm), and cold once more (A/A)."""
-    for number, length in enumerate(LENGTHS):
+    for number, length in enumerate(lengths):
         first = asker.trial(journal, "equality", "combined", length)["tokens"]
         plan = [("combined", 1, "warm"), ("pd", 0, "cold"), ("pd", 1, "warm")]
         for arm, send, wanted in plan if number % 2 == 0 else [plan[1], plan[2], plan[0]]:
@@ -311,10 +311,10 @@ def equality(asker: Asker, journal: Any) -> None:
         print(f"equality {length}", flush=True)
 
 
-def power(asker: Asker, journal: Any) -> None:
+def power(asker: Asker, journal: Any, lengths: Sequence[int] = POWER_LENGTHS) -> None:
     """Does an early change show? The plain prompt, one changed token, one changed page; all cold."""
     asker.cold(*ROLES)
-    for length in POWER_LENGTHS:
+    for length in lengths:
         plain = asker.trial(journal, "power", "combined", length)["tokens"]
         for edit in ("token", "page"):
             asker.trial(journal, "power", "combined", length, edit=edit, reference=plain)

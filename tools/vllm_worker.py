@@ -20,10 +20,11 @@ import importlib
 import json
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
-INDEX_BYTES, MLA_BYTES, PAGE_TOKENS = 132, 656, 64  # bytes an entry: 128 e4m3 + f32; 512 e4m3 + 4 f32 + 64 bf16
+import worker_checks  # beside this file
+from worker_checks import INDEX_BYTES, MLA_BYTES, PAGE_TOKENS
+
 FAULTS = ("none", "index-skip", "index-swap", "scales-zero", "mla-skip", "topk-256")
 
 
@@ -271,26 +272,11 @@ def do_captured(worker: Any, path: str) -> dict[str, Any]:
 
 def do_check(worker: Any, path: str, size: str = "small") -> dict[str, Any]:
     """The kernels that this process calls, each held against the reference."""
-    from dataclasses import replace
-
-    from needlework.kernels import check
-    from needlework.kernels.candidates import Candidate
-    from needlework.kernels.suites import suite
-
-    decode = [case for case in suite("sparse_mla_decode", size) if "V4.1" not in case.name]
-    chosen = {"sparse_mla_decode": [replace(case, layout="v32-mla-fp8") for case in decode]}  # the pages of this engine
-    found = []
-    for name, operation, function in (
-        ("DeepGEMM fp8_fp4_paged_mqa_logits", "indexer_logits", deployed_logits),
-        ("FlashMLA sparse decode", "sparse_mla_decode", deployed_decode),
-    ):
-        candidate = Candidate(name, {operation: function}, needs_cuda=True, note="vLLM's worker")
-        result = check(candidate, operation, chosen.get(operation), size=size)
-        cases = json.loads(result.table.to_json(orient="records"))
-        found.append({"candidate": name, "operation": operation, "passed": result.passed, "says": str(result),
-                      "cases": cases})  # fmt: skip
-    Path(path).write_text(json.dumps(found, indent=1) + "\n")
-    return {"says": [row["says"] for row in found]}
+    functions = {
+        ("DeepGEMM fp8_fp4_paged_mqa_logits", worker_checks.SCORES): deployed_logits,
+        ("FlashMLA sparse decode", worker_checks.DECODE): deployed_decode,
+    }
+    return {"says": worker_checks.run(functions, path, size, "vLLM's worker")}
 
 
 def deployed_logits(q, weights, pool, page_table, lengths, *, page_tokens=64, layout="dsa-index-fp8"):
@@ -298,16 +284,12 @@ def deployed_logits(q, weights, pool, page_table, lengths, *, page_tokens=64, la
     import torch
     from vllm.utils.deep_gemm import fp8_fp4_paged_mqa_logits, get_paged_mqa_logits_metadata
 
-    if layout != "dsa-index-fp8" or page_tokens != 64 or q.shape[-2] not in (32, 64):
-        raise ValueError("this kernel takes dsa-index-fp8 pages of 64, and 32 or 64 heads")
-    rows = (q if q.ndim == 4 else q[:, None]).to(torch.float8_e4m3fn).contiguous()
-    lens = (lengths if lengths.ndim == 2 else lengths[:, None]).to(torch.int32).contiguous()
-    cache = pool.as_strided((len(pool), 64, 1, INDEX_BYTES), (pool.stride(0), INDEX_BYTES, INDEX_BYTES, 1))
+    rows, cache, weights, lens = worker_checks.scoring_arguments(q, weights, pool, lengths, page_tokens, layout)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    plan = get_paged_mqa_logits_metadata(lens, 64, processors)
     out = fp8_fp4_paged_mqa_logits(
-        (rows, None), cache, weights.reshape(-1, q.shape[-2]).float().contiguous(), lens, page_table.contiguous(), plan,
-        max_model_len=page_table.shape[1] * 64, clean_logits=False,
+        (rows, None), cache, weights, lens, page_table.contiguous(),
+        get_paged_mqa_logits_metadata(lens, PAGE_TOKENS, processors),
+        max_model_len=page_table.shape[1] * PAGE_TOKENS, clean_logits=False,
     )  # fmt: skip
     return out.reshape(*q.shape[:-2], -1)
 
@@ -317,14 +299,11 @@ def deployed_decode(q, pool, indices, *, layout="v32-mla-fp8", page_tokens=64, s
     import torch
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
 
-    if layout != "v32-mla-fp8" or q.shape[1] not in (64, 128) or any(value is not None for value in more.values()):
-        raise ValueError("this kernel takes V3.2 pages of one pool, and 64 or 128 heads")
-    cache = pool.as_strided((len(pool), page_tokens, 1, MLA_BYTES), (pool.stride(0), MLA_BYTES, MLA_BYTES, 1))
-    slots = torch.nn.functional.pad(indices, (0, -indices.shape[1] % 64), value=-1)[:, None].contiguous()
+    rows, cache, slots = worker_checks.decode_arguments(q, pool, indices, page_tokens, layout, more)
     named = {} if sink is None else {"attn_sink": sink}
     lens = torch.full((len(q),), len(pool) * page_tokens, dtype=torch.int32, device=q.device)
     out, lse = flash_mla_with_kvcache(
-        q=q.to(torch.bfloat16)[:, None].contiguous(), k_cache=cache, head_dim_v=512, cache_seqlens=lens,
+        q=rows, k_cache=cache, head_dim_v=512, cache_seqlens=lens,
         block_table=torch.zeros(len(q), 1, dtype=torch.int32, device=q.device),
         tile_scheduler_metadata=get_mla_metadata()[0], is_fp8_kvcache=True, indices=slots,
         softmax_scale=q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, **named,
