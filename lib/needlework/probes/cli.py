@@ -169,7 +169,7 @@ def _add(verb: argparse.ArgumentParser, name: str, default: Any, annotation: Any
     if isinstance(default, bool):
         verb.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
     elif isinstance(default, tuple):
-        kind = type(default[0])
+        kind = type(default[0]) if default else float if "float" in str(annotation) else int
         verb.add_argument(flag, type=_listed(kind), default=default, metavar="A,B,…", help=f"default {shown}")
     elif name == "config":
         verb.add_argument(flag, type=_mapping, default=None, metavar="topk=512,ratio=4", help="constants to look for")
