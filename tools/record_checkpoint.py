@@ -37,6 +37,7 @@ NAME, LAYER = "needlework-recall", made.LAYERS - 1
 LENGTHS = (500, 1000, 2000, 2100, 3000, 4000, 8000, 12000, 16000, 24000, 32000)
 DEPTHS, REPEATS = (0.0, 0.25, 0.5, 0.75, 1.0), 3
 FAULT_LENGTHS, FAULT_DEPTHS = (1000, 2000, 3000, 4000, 8000, 12000, 16000, 32000), (0.1, 0.5, 0.9)
+EDGE_TOKENS = 9000  # prompts up to here are rebuilt to count their line ends
 CUT_LENGTHS = (6000, 9000, 10000, 11000)  # about where 256 entries no longer hold all line ends
 FAULTS = (*record_vllm.FAULTS, "none again")
 SWAPPED, SWAP_TOKENS, DUMP_TOKENS = (2, 30), 8000, 2400
@@ -147,6 +148,23 @@ def rates(trials: Any, by: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+def selected_at_most(trials: pd.DataFrame) -> int | None:
+    """How many entries the engine can have selected, told by the answers alone: its index ranks every line end above
+    the value, so a prompt that is lost has as many line ends as entries are selected, or more. The fewest line ends of
+    a prompt that is lost while all with fewer are found; None where that is no edge."""
+    tokenizer = words.Tokenizer(words.vocabulary())
+    end = tokenizer.ids[words.byte_letters()[10]]
+    asked = trials.drop_duplicates("target_tokens").set_index("target_tokens")
+    counts = {}
+    for length, row in asked[asked.index <= EDGE_TOKENS].iterrows():
+        spec = with_seed(probes.PromptSpec(int(length), float(row["depth"])), 5, int(length))
+        counts[length] = tokenizer.chat(plain.built(spec, tokenizer).text).count(end)
+    found = (trials["outcome"] == "exact").groupby(trials["target_tokens"]).mean()
+    lost = [count for length, count in counts.items() if found[length] == 0]
+    kept = [count for length, count in counts.items() if found[length] == 1]
+    return min(lost) if lost and kept and max(kept) < min(lost) else None
+
+
 def inside(out: Path, fault: str) -> dict[str, Any]:
     """What the pages of both sides say, as `analysis.diagnose` takes it."""
     kept = json.loads((out / "evidence" / "dumps.json").read_text())
@@ -156,24 +174,24 @@ def inside(out: Path, fault: str) -> dict[str, Any]:
     return {"digests": digests, "pages": [f"{row['name']} {row['pool']}" for row in findings]}
 
 
-def diagnosed(out: Path) -> dict[str, Any]:
-    """`analysis.diagnose` of the pair with each fault beside the single server, without and with the pages."""
+def compared(out: Path, fault: str) -> pd.DataFrame:
+    """The pair with a fault beside the single server, on the same prompts."""
     trials = analysis.load_trials(out / "runs" / "faults").query("probe == 'fault'")
     cached = trials["cached_tokens"].fillna(0)  # vLLM leaves a zero out of its usage
     trials = trials.assign(cached_tokens=cached, cache=["warm" if count else "cold" for count in cached])
-    found: dict[str, Any] = {}
-    for fault, wanted in CLASS_OF.items():
-        pair = trials[trials["arm"] == fault].assign(arm="pd")
-        single = trials[(trials["arm"] == "combined") & trials["prompt_sha"].isin(pair["prompt_sha"])]
-        both = pd.concat([single, pair], ignore_index=True)
-        for view, evidence in (("outside", {}), ("inside", inside(out, fault))):
-            said = analysis.diagnose(both, {"config": CONFIG, **evidence})
-            first = said.ranked[0]
-            found.setdefault(fault, {"wanted": wanted})[view] = {
-                "verdict": said.verdict, "causes": list(said.causes), "confidence": said.confidence,
-                "first": first.code, "share": round(first.posterior, 2),
-            }  # fmt: skip
-    return found
+    pair = trials[trials["arm"] == fault].assign(arm="pd")
+    single = trials[(trials["arm"] == "combined") & trials["prompt_sha"].isin(pair["prompt_sha"])]
+    return pd.concat([single, pair], ignore_index=True)
+
+
+def diagnosed(out: Path, fault: str, *, pages_seen: bool = True) -> analysis.Diagnosis:
+    """`analysis.diagnose` of the pair with a fault beside the single server, with or without what the pages say."""
+    evidence = inside(out, fault) if pages_seen else {}
+    trials = compared(out, fault)
+    if pages_seen and not evidence["pages"]:  # where pages are damaged the edge is theirs
+        most = selected_at_most(trials.query("arm == 'pd' and label == ''"))
+        evidence |= {} if most is None else {"selected": {"by the answers": most}}
+    return analysis.diagnose(trials, {"config": CONFIG, **evidence})
 
 
 def card(out: Path) -> dict[str, Any]:
@@ -197,7 +215,6 @@ def card(out: Path) -> dict[str, Any]:
             "faults": rates(grid, ["arm", "target_tokens"]),
             "swapped_pages": rates(fault[in_pages], ["arm", "label"]),
             "fault_outcomes": {arm: part["outcome"].value_counts().to_dict() for arm, part in grid.groupby("arm")},
-            "diagnosis": diagnosed(out),
         }
     return said
 

@@ -178,3 +178,13 @@ def test_best_split_finds_a_step_and_nothing_in_noise():
     assert (split.low, split.high, split.top, split.bottom) == (19, 20, 1, 0)
     assert best_split(x, np.ones(40)) is None and best_split(x[:3], np.array([1, 0, 1.0])) is None
     assert settings({"page_size": 64, "max_model_len": 100})["config"] == {"page": 64, "context_limit": 100}
+
+
+def test_what_an_indexer_selects_is_held_against_what_is_configured():
+    frame = simulate("healthy", 3)
+    for seen, presence in (({"indexer": 256, "other": 512}, 1.0), ({"indexer": 512}, 0.0)):
+        found = extract(frame, {"config": {"topk": 512}, "selected": seen})["other_topk"]
+        assert found.presence == presence and found.value == min(seen.values())
+    assert "other_topk" not in extract(frame, {"selected": {"indexer": 256}})
+    with pytest.raises(ValueError, match="'selected'"):
+        extract(frame, {"selected": {"indexer": "all"}})

@@ -178,7 +178,6 @@ FINDINGS = {
     "page_stale": r"stale|previous owner|unchanged|not written|never-written|missing|zero page|swapped|foreign",
 }
 ORDER = r"permuted|out of order"
-ORDER = r"permuted|out of order"
 
 
 def inside(v: View) -> list[Feature]:
@@ -208,8 +207,6 @@ def inside(v: View) -> list[Feature]:
             out.append(Feature(name, float(seen), what, len(pages)))
         if re.search(ORDER, words):  # its absence says nothing: pages are compared in order on two sides or not at all
             out.append(Feature("page_order", 1.0, "page findings name whole pages in each other's place", len(pages)))
-        if re.search(ORDER, words):  # its absence says nothing: pages are compared in order on two sides or not at all
-            out.append(Feature("page_order", 1.0, "page findings name whole pages in each other's place", len(pages)))
         out.append(Feature("pages_right", float(not pages), f"{len(pages)} kinds of findings in the pages", len(pages)))
     placed = v.evidence.get("placement") or []
     if len(placed) >= 8:
@@ -218,6 +215,11 @@ def inside(v: View) -> list[Feature]:
         words = f"above page {where.low:,.0f} to {where.high:,.0f}" if where else "at no page number"
         strength = float(np.clip((gain - 2) / 3, 0, 1))
         out.append(Feature("placement", strength, f"the same content is lost {words}", len(placed)))
+    selected, own = v.evidence.get("selected"), int(v.config.get("topk", 0))
+    if selected and own:
+        fewest = min(selected.values())
+        text = f"{fewest:,} entries selected where {own:,} are configured"
+        out.append(Feature("other_topk", float(fewest < own), text, len(selected), fewest))
     logs = v.evidence.get("logs")
     if logs:
         for name, pattern in (

@@ -52,6 +52,7 @@ def settings(evidence: Any) -> dict[str, Any]:
     placement  pairs (physical page, hit) of one content in several places
     logs       rule -> number of lines
     flags      flag that was switched -> did that heal (None: not known)?
+    selected   who selects -> entries that it was seen to select where more were at hand, or can have selected at most
 
     Raises ValueError with one sentence for anything else.
     """
@@ -93,7 +94,7 @@ def _counts(part: str, value: Any) -> dict[str, int]:
     for name, count in _mapping(part, value).items():
         lines = float(count) if isinstance(count, Real) else -1.0
         if not math.isfinite(lines) or lines < 0:
-            raise ValueError(f"evidence {part!r}: each value is a number of lines, not {_kind(count)}")
+            raise ValueError(f"evidence {part!r}: each value is a number of zero or more, not {_kind(count)}")
         out[str(name)] = int(lines)
     return out
 
@@ -127,6 +128,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "placement": _places,
     "logs": _counts,
     "flags": _marks,
+    "selected": _counts,
 }
 _SETTING = {
     **dict.fromkeys(("index_topk", "top_k"), "topk"),
