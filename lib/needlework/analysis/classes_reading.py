@@ -67,7 +67,7 @@ READING: tuple[Signature, ...] = (
         "F04",
         "top-k silently loses winners",
         {
-            "other_topk": 0.1,
+            "other_topk": 0.015,
             "edge": 0.8,
             "soft_fall": 0.8,
             "sharp": 0.15,
@@ -88,7 +88,7 @@ READING: tuple[Signature, ...] = (
         "F05",
         "wrong top-k budget, or the wrong path is chosen",
         {
-            "other_topk": 0.9,
+            "other_topk": 0.97,
             "edge": 0.9,
             "sharp": 0.85,
             "edge_at_other_k": 0.65,
