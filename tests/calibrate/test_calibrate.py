@@ -80,7 +80,8 @@ def test_a_client_that_leaves_is_an_abort():
 
 
 def test_cases():
-    assert [c.mode for c in cases(["F01", "F14", "healthy"], ["default"], [1])] == ["combined", "pd", "combined"]
+    modes = {c.label: c.mode for c in cases(["F01", "F14", "healthy"], ["default"], [1])}
+    assert modes == {"F01": "combined", "F14": "pd", "healthy": "combined"}
     assert len(cases(["F05"], ["mild", "default", "severe"], range(2))) == 6
     assert [c.mode for c in cases(["healthy"], ["default"], [0], healthy=3)] == [
         "combined",
@@ -88,6 +89,10 @@ def test_cases():
         "pd",
         "combined",
     ]
+    every = cases(["F01", "F02", "F03", "F01+F17", "healthy"], ["default"], range(200, 204), healthy=8)
+    assert [c.seed for c in every if len(c.faults) == 1] == [s for s in range(200, 204) for _ in range(3)]
+    half = every[: len(every) // 2]  # left in the middle, every kind has come half of its way
+    assert [sum(len(c.faults) == n for c in half) for n in range(3)] == [6, 6, 2]
     one = Case(("F05",))
     assert key(one) != key(one, SHORT) and key(one) == key(Case(("F05",)))
     with pytest.raises(ValueError, match="no fault named 'F99'"):
@@ -124,7 +129,23 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     for arguments in (["--faults", "F99"], ["--strengths", "huge"], ["--seeds", "0"], ["--executor", "slurm"]):
         assert main([*arguments, "--out", str(tmp_path)]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["--as-is", "--out", str(tmp_path)]) == 2 and "measured" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_unfinished_run_has_its_tables(tmp_path, capsys):
+    case = next(c for c in cases(["F08", "healthy"], ["default"], [200, 201]) if c.faults)
+    here = tmp_path / "runs" / key(case)
+    here.mkdir(parents=True)
+    row = {"probe": "recall", "prompt_tokens": 600, "outcome": "garbage", "expected": "1", "answer": "2"}
+    (here / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(30)))
+    facts = {"config": {}, "requests": 30, "skipped": {}, "inside": {}, "wall_s": 1, "cpu_s": 1}
+    (here / "evidence.json").write_text(json.dumps(facts))
+    arguments = ["--faults", "F08,healthy", "--seeds", "2", "--workers", "1", "--as-is", "--out", str(tmp_path)]
+    assert main([*arguments, "--markdown", str(tmp_path / "page.md")]) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert "* runs: 1 of 4 planned" in page and "| F08 | default | 1 |" in page and "--as-is" not in page
+    assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
 def test_the_shipped_table_is_what_the_page_says():

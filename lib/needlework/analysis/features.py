@@ -14,12 +14,12 @@ import pandas as pd
 
 from needlework.analysis.observe_conditions import arms, cache, load, order, repeatability
 from needlework.analysis.observe_content import answers, inside, usage
-from needlework.analysis.observe_length import length, loss, residues, short
+from needlework.analysis.observe_length import budget, length, loss, residues, short
 from needlework.analysis.view import Feature, View, plain_cells, settings
 
 # Lengths come early: they mark the rows that length alone would let hit, and later observers look at those.
 OBSERVERS: tuple[Callable[[View], list[Feature]], ...] = (
-    *(loss, length, short, residues),
+    *(loss, length, short, budget, residues),
     *(cache, arms, order, load),
     *(answers, usage, repeatability, inside),
 )

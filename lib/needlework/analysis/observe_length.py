@@ -68,11 +68,8 @@ def length(v: View) -> list[Feature]:
             text = f"hits need the needle in the last {chunk} tokens' chunk or a single pass"
             out.append(Feature(name, strength, text, len(y), chunk))
             continue
-        what = {"edge": "length", "position_ceiling": "needle position", "far_from_end": "distance from the end"}[name]
-        where = f"between {split.low:,.0f} and {split.high:,.0f}" if split else "at no threshold"
-        rates = f" ({100 * split.top:.0f} % below, {100 * split.bottom:.0f} % above)" if split else ""
         value = (split.low, split.high) if split else None
-        out.append(Feature(name, strength, f"recall falls with {what} {where} tokens{rates}", len(y), value))
+        out.append(Feature(name, strength, _fall(name, split, strength, gains, best), len(y), value))
     if max(gains.values()) >= best - 0.5:
         _predict(v, gains, rivals, chunk)
     if whole is not None and gains["edge"] > max(5, best - 0.5):
@@ -96,6 +93,25 @@ def length(v: View) -> list[Feature]:
     return out
 
 
+_WHAT = {
+    "edge": "the length",
+    "position_ceiling": "the needle's position",
+    "far_from_end": "the distance from the end",
+    "last_chunk_only": "the chunk that the needle lies in",
+}
+
+
+def _fall(name: str, split: Split | None, strength: float, gains: dict[str, float], best: float) -> str:
+    """The fall in words; where it is absent, what recall follows instead: the line then stands as an objection."""
+    if split is None or strength < 0.5:
+        leader = max(gains, key=lambda other: gains[other])
+        if leader != name and gains[leader] >= max(5, best - 0.5):
+            return f"recall follows {_WHAT[leader]} rather than {_WHAT[name]}"
+        return f"no clear fall with {_WHAT[name]}"
+    rates = f"{100 * split.top:.0f} % below, {100 * split.bottom:.0f} % above"
+    return f"recall falls with {_WHAT[name]} between {split.low:,.0f} and {split.high:,.0f} tokens ({rates})"
+
+
 def _clear(name: str, split: Split) -> float:
     """How far a fall is one at all, 0 to 1; a table that ends reaches nothing beyond its end."""
     rest = float(np.clip((0.5 - split.bottom) / 0.2, 0, 1)) if name == "position_ceiling" else 1.0
@@ -116,6 +132,35 @@ def short(v: View) -> list[Feature]:
 
     p = float(binom.sf(misses - 1, n, LAPSE)) if misses else 1.0
     return [Feature("short_loss", presence_of(p), f"{misses} of {n} prompts of at most {limit:,.0f} tokens miss", n)]
+
+
+def budget(v: View) -> list[Feature]:
+    """Where misses lie beside top-k x ratio, up to which a selection has nothing to choose.
+
+    An index that says nothing (F01) or a list that is cut (F05) loses as soon as there is a choice, and far beyond it
+    everything; a list of candidates that overflows (F04) is some times as long as the selection; scores that still say
+    something (F06) keep a share. Below the budget only a smaller budget loses.
+    """
+    from scipy.stats import binom
+
+    own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
+    if not own or len(np.unique(v.length[v.base])) < 3:
+        return []
+    out = []
+    misses, n = v.rate(v.base & (v.length > own) & (v.length <= 2 * own))
+    if n >= 5:
+        p = float(binom.sf(misses - 1, n, LAPSE)) if misses else 1.0
+        text = f"{misses} of {n} prompts of one to two times top-k x ratio miss"
+        out.append(Feature("past_budget", presence_of(p), text, n))
+    misses, n = v.rate(v.base & (v.length >= 4 * own))
+    if n >= 5:
+        text = f"{misses} of {n} prompts of more than four times top-k x ratio miss"
+        out.append(Feature("far_lost", float(np.clip((misses / n - 0.7) / 0.2, 0, 1)), text, n))
+    if v.rate(v.base & (v.length <= own))[1] >= 5:
+        below = v.edge is not None and v.edge.high <= own
+        text = "the fall lies below top-k x ratio" if below else "no fall below top-k x ratio"
+        out.append(Feature("below_budget", float(below), text, n))
+    return out
 
 
 def _predict(v: View, gains: dict[str, float], rivals: dict[str, Split | None], chunk: int) -> None:

@@ -97,11 +97,16 @@ def rest_of(trials: pd.DataFrame, evidence: Any, first: Signature, seen: Mapping
     if not by:
         return None
     gone = np.zeros(view.n, bool)
+    budget = int(view.config.get("topk", 0)) * int(np.max(view.config.get("ratio", 1)))
     soft = (seen["soft_fall"].presence or 0.0) >= PRESENT if "soft_fall" in seen else False
     for name in places or [name for name in by if name in CONDITIONS]:
         value = by[name].value
-        if name in FALLS:  # what falls gradually begins to fall before that is seen: an octave is left out too
-            value = value[0] / (2 if soft else 1)
+        if name in FALLS:
+            low, high = value
+            if name == "edge" and budget and high >= budget:  # it may begin as soon as there is a choice, not before
+                value = min(low, budget)
+            else:  # what falls gradually begins to before that is seen: an octave
+                value = low / (2 if soft else 1)
         gone |= (PLACES | CONDITIONS)[name][1](view, value)
     if places and "pd_loss" in by:
         gone &= view.pd_arm

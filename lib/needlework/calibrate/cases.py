@@ -11,24 +11,29 @@ from needlework.probes.battery import Plan
 
 STRENGTHS = ("mild", "default", "severe")
 PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
-# two causes at once, of different kinds and in different places of the stack, neither of which hides the other from
-# every instrument (a budget of four tokens, or prompts that fail from 130 tokens on, leave nothing to see of another)
-PAIRS = ("F01+F17", "F02+F09", "F02+F10", "F07+F09", "F07+F17", "F14+F09", "F08+F11", "N1+F17")
+# Two causes at once, of different kinds and in different places of the stack, neither of which hides the other from
+# every instrument. Left out for that: N3 with anything (a budget of four tokens leaves no answer), F11 with anything (a
+# key of four bits gives nearly every fresh prompt another one's pages), F05+F12 (nothing longer than 130 tokens is
+# right, and what follows an abort is longer).
+PAIRS = ("F01+F17", "F02+F09", "F02+F10", "F07+F09", "F07+F17", "F14+F09", "F08+F09", "N1+F17")
 # Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 768, a page at 64.
 GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 768, "pages": 129}
 PLAN = Plan(
-    lengths=(110, 170, 300, 440, 1000, 2700),
+    lengths=(110, 170, 300, 490, 540, 1000, 2700),  # just below and above top-k x ratio: does the fall stand there?
     arm_lengths=(600, 1700, 4600),
-    aa_pairs=6,
-    residue_start=1100,
+    aa_pairs=10,
+    aa_lengths=(400, 1400, 1800, 2400),  # where a loss by chance is neither rare nor sure
+    # below the other edges, which would hide a comb or a hit's loss; a few tokens more than whole pages, so that what
+    # follows a hit is shorter than the window
+    residue_start=322,
     period=12,
     residue_requests=60,
-    crowd=((3, 9), (4, 8), (6, 12)),
+    crowd=((3, 9), (2, 8), (6, 12)),  # two in flight, then one: the only crowd that is of a captured size to its end
     crowd_lengths=(250, 400),
     fill_tokens=8200,
     reload_length=500,
     abort_length=1100,
-    abort_rounds=5,
+    abort_rounds=4,
     instruments=("recall", "arms", "residues", "reload", "echo", "abort"),
 )
 
@@ -68,7 +73,9 @@ def key(case: Case, plan: Plan = PLAN) -> str:
 def cases(classes: Iterable[str], strengths: Sequence[str], seeds: Iterable[int], *, healthy: int = 0) -> list[Case]:
     """Every class ("F07", "F01+F17", "healthy") at every strength it has and every seed, and `healthy` more of those.
 
-    Strengths that plant the same parameters as another one are left out. Raises ValueError for unknown names.
+    In an order that may be left at any point: every class has its first seed before any has its second, and pairs and
+    healthy deployments come in proportion. Strengths that plant the same parameters as another one are left out. Raises
+    ValueError for unknown names.
     """
     from needlework.lab.faults import FAULTS
 
@@ -87,4 +94,12 @@ def cases(classes: Iterable[str], strengths: Sequence[str], seeds: Iterable[int]
             out += [Case(codes, strength, seed, mode) for seed in seeds]
     first = max(seeds, default=-1) + 1
     out += [Case((), "default", first + i, ("combined", "pd")[i % 2]) for i in range(healthy)]
-    return list(dict.fromkeys(out))
+    return _interleaved(list(dict.fromkeys(out)))
+
+
+def _interleaved(cases: list[Case]) -> list[Case]:
+    place: dict[Case, float] = {}
+    for faults in range(3):
+        stream = sorted((case for case in cases if len(case.faults) == faults), key=lambda case: case.seed)
+        place |= {case: (i + 0.5) / len(stream) for i, case in enumerate(stream)}
+    return sorted(cases, key=lambda case: place[case])

@@ -9,7 +9,7 @@ import platform
 import shlex
 import sys
 import time
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from typing import Any
 def main(argv: list[str]) -> int:
     """Run `needlework calibrate`; 0 when done, 2 with one sentence for a mistake, 130 when interrupted."""
     from needlework.calibrate.cases import PAIRS, STRENGTHS, cases
+    from needlework.calibrate.run import measured
     from needlework.lab.faults import FAULTS
 
     parser = argparse.ArgumentParser(prog="needlework calibrate", description=__doc__)
@@ -24,7 +25,7 @@ def main(argv: list[str]) -> int:
         "--faults", default="all", help="comma list of classes, pairs (F01+F17), healthy; or all, pairs"
     )
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds for each class and strength (3)")
-    parser.add_argument("--first-seed", type=int, default=100, metavar="S", help="seeds are S, S+1, … (100)")
+    parser.add_argument("--first-seed", type=int, default=200, metavar="S", help="seeds are S, S+1, … (200)")
     parser.add_argument(
         "--healthy", type=int, default=0, metavar="N", help="N more healthy deployments, half of them PD"
     )
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--executor", metavar="dask:ADDRESS", help="a Dask scheduler whose workers see FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as a page")
     parser.add_argument("--readme", type=Path, metavar="FILE", help="also put the short table between FILE's markers")
+    parser.add_argument("--as-is", action="store_true", help="measure nothing: the tables of what FOLDER holds so far")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="trials and results; reused if there")
     asked = parser.parse_args(argv)
     names: list[str] = []
@@ -45,15 +47,24 @@ def main(argv: list[str]) -> int:
         if unknown := set(strengths) - set(STRENGTHS):
             raise ValueError(f"unknown strength {sorted(unknown)[0][:20]!r}; choose from {', '.join(STRENGTHS)}")
         seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
-        wanted = cases(names, strengths, seeds, healthy=asked.healthy)
-        executor = _executor(asked.executor) if asked.executor else None
+        planned = cases(names, strengths, seeds, healthy=asked.healthy)
+        wanted = planned
+        if asked.as_is:
+            wanted = [case for case in wanted if measured(case, asked.out)]
+            if not wanted:
+                raise ValueError("none of these cases is measured there yet; leave --as-is out to measure them")
+        executor: Executor | None = None
+        if asked.as_is:
+            executor = ThreadPoolExecutor(1)  # nothing is measured: no process is worth its start
+        elif asked.executor:
+            executor = _executor(asked.executor)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 2
-    return _run(asked, argv, wanted, executor)
+    return _run(asked, argv, wanted, len(planned), executor)
 
 
-def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], executor: Executor | None) -> int:
+def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], planned: int, executor: Executor | None) -> int:
     import needlework
     from needlework.calibrate.run import calibrate
     from needlework.calibrate.summary import summarise
@@ -73,19 +84,19 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], executor
     try:
         rows = calibrate(wanted, asked.out, executor=executor, workers=asked.workers, progress=progress)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on where this one stopped", file=sys.stderr)
+        print("interrupted; the same command goes on from here, and --as-is shows what there is", file=sys.stderr)
         return 130
     except (OSError, RuntimeError) as error:
         print(f"the calibration stopped: {str(error)[:300]}", file=sys.stderr)
         return 2
     busy = sum(row["cpu_s"] for row in rows)
-    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown), str(asked.readme))]
+    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown), str(asked.readme), "--as-is")]
     command = shlex.join(["needlework", "calibrate", *plain]).replace("--out", "--out FOLDER")
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": command.replace("--markdown", "--markdown FILE").replace("--readme", "--readme FILE"),
-        "seeds": f"{asked.first_seed} to {asked.first_seed + asked.seeds - 1} (rules were made with seeds below 100)",
-        "runs": len(rows),
+        "seeds": f"{asked.first_seed} to {asked.first_seed + asked.seeds - 1} (rules were made with seeds below 200)",
+        "runs": len(rows) if len(rows) == planned else f"{len(rows)} of {planned} planned",
         "processor time of the measurements": f"{busy / 60:.0f} min",
         "versions": f"needlework {needlework.__version__}, Python {platform.python_version()}",
     }

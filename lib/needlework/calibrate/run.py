@@ -50,11 +50,11 @@ def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
     """Measure one case into `folder`/<key> (or read it back) and return its row of the results."""
-    from needlework.calibrate.evidence import config_of, has_host_tier, inside_of
-
     here = Path(folder) / "runs" / key(case, plan)
     done = here / "evidence.json"
-    if not done.is_file():
+    if not measured(case, folder, plan):
+        from needlework.calibrate.evidence import config_of, has_host_tier, inside_of
+
         started, cpu = time.perf_counter(), time.process_time()
         with _deployments(case) as (examined, others):
             server = next(iter(examined.servers.values()))
@@ -75,6 +75,11 @@ def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
         temporary.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(temporary, done)
     return judge(case, folder, plan)
+
+
+def measured(case: Case, folder: str | Path, plan: Plan = PLAN) -> bool:
+    """Are this case's trials in `folder`, whole?"""
+    return (Path(folder) / "runs" / key(case, plan) / "evidence.json").is_file()
 
 
 def judge(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import torch
+
 from needlework.lab.bodies import HttpError
 from needlework.lab.captures import Captures, Span
 from needlework.lab.types import Event, Request
@@ -83,6 +85,10 @@ class Worker(threading.Thread):
     # ---- in this thread ----
 
     def run(self) -> None:
+        with torch.inference_mode():  # nothing is trained here, and small tensors cost a fifth less
+            self._run()
+
+    def _run(self) -> None:
         while not self._stopping:
             self.beat = time.monotonic()
             try:

@@ -25,6 +25,7 @@ def compare_arms(
     depths: Sequence[float] = (0.1, 0.5, 0.9),
     repeats: int = 2,
     aa_pairs: int = 8,
+    aa_lengths: Sequence[int] = (),
     cache: Sequence[str] = ("cold",),
     tolerance: int = 0,
     stop_early: bool = False,
@@ -33,7 +34,8 @@ def compare_arms(
     """Send the same bytes to both arms and compare answer by answer.
 
     arms        two names with an endpoint each; the first builds the prompts with its tokenizer
-    aa_pairs    identical prompts sent to the first arm twice, before everything else: its own flip noise
+    aa_pairs    identical prompts sent to the first arm twice, before everything else: its own flip noise; aa_lengths:
+                of these prompts (default: lengths)
     cache       "cold" sends each prompt once; with "warm" it is sent again at once and must show cached tokens
     stop_early  stop as soon as the always-valid test is decided (e-value of at least 20)
 
@@ -56,8 +58,9 @@ def compare_arms(
     def asks_of(name: str, spec: PromptSpec) -> list[Ask]:
         return [Ask("arms", spec, arm=name, cache=state, send=send) for state, send in sends]
 
+    twice = aa_lengths or lengths
     aa = [
-        [Ask("aa", with_seed(common.spec(lengths[i % len(lengths)]), 7, i), arm=names[0], send=send) for send in (0, 2)]
+        [Ask("aa", with_seed(common.spec(twice[i % len(twice)]), 7, i), arm=names[0], send=send) for send in (0, 2)]
         for i in range(aa_pairs)
     ]
     checks = {n: control_asks("arms", common.spec(lengths[0]), arm=n) if common.controls else [] for n in names}

@@ -35,7 +35,7 @@ class Plan:
     """How much to ask; all lengths in tokens. The default suits a deployment of 16k tokens and more.
 
     lengths         of the recall grid; arm_lengths: of the identical prompts on two servers
-    aa_pairs        identical prompts sent to the examined server twice
+    aa_pairs        identical prompts sent to the examined server twice, of aa_lengths (none: of arm_lengths)
     residue_start   first length of the residue scan, `period` lengths long, in at most `residue_requests`
     warm_lengths    of the cold and warm pairs; turn_length: of the first turn
     crowd           (requests in flight, trials): sizes on both sides of captured batch sizes; crowd_lengths
@@ -48,6 +48,7 @@ class Plan:
     depths: tuple[float, ...] = (0.0, 0.5, 0.9)  # the very first place tells an edge in position from one in length
     arm_lengths: tuple[int, ...] = (2048, 4096, 8192)
     aa_pairs: int = 8
+    aa_lengths: tuple[int, ...] = ()
     residue_start: int = 3000
     period: int = 128
     residue_requests: int = 400
@@ -118,7 +119,7 @@ def battery(
             pairs = {name: endpoint, other: target}
             return compare_arms(
                 pairs, lengths=p.arm_lengths, depths=p.depths, repeats=1, aa_pairs=p.aa_pairs if first else 0,
-                controls=False, **own,
+                aa_lengths=p.aa_lengths, controls=False, **own,
             )  # fmt: skip
 
         work[f"arms {other}"] = arms

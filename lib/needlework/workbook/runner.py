@@ -28,6 +28,7 @@ from nbformat import NotebookNode
 from needlework.probes.journal import UNFINISHED
 from needlework.workbook import cannot, incidents, tables, targets, writer
 
+VERDICT = "11_verdict"  # reads the runs that the incident holds
 LIVE = "live: set NEEDLEWORK_TARGET to its address"  # what an executed notebook holds where the address was
 TIMEOUT_S = 300.0  # for one notebook; the aim is 30
 _TRACE = '__import__("needlework.workbook.trace", fromlist=["_"])'
@@ -313,8 +314,8 @@ async def run_all(
     tell: Callable[[str], None] = print,
 ) -> list[Done]:
     """Execute those of `chosen` that are stale (all with `everything`, or when the target may answer otherwise today),
-    `jobs` at a time in file order; the last waits for the others, because the verdict reads what they left. `tell` gets
-    one line per notebook as it ends."""
+    `jobs` at a time in file order; the verdict waits for the others where they record what it reads. `tell` gets one
+    line per notebook as it ends."""
     everything = everything or not plan.repeatable
     gate = asyncio.Semaphore(max(1, jobs))
 
@@ -346,11 +347,11 @@ async def run_all(
             tell(str(done) + (f"\n{error}" if error else ""))
             return done
 
-    *before, last = chosen
-    tasks = [asyncio.ensure_future(one(twin)) for twin in before]
+    later = [twin for twin in chosen if plan.record and twin.stem == VERDICT]
+    tasks = [asyncio.ensure_future(one(twin)) for twin in chosen if twin not in later]
     try:
         results = list(await asyncio.gather(*tasks))
-        results.append(await one(last))
+        results += [await one(twin) for twin in later]
     except BaseException:
         for task in tasks:
             task.cancel()
