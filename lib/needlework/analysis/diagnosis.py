@@ -30,8 +30,8 @@ UNSEEN = 0.2  # prior of a class whose conditions nobody tried
 STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
-    **dict.fromkeys(("edge", "sharp", "soft_fall"), "length"),
-    **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "edge_at_chunk"), "constant"),
+    **dict.fromkeys(("edge", "sharp", "soft_fall", "past_budget", "far_lost"), "length"),
+    **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "edge_at_chunk", "below_budget"), "constant"),
     **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash"), "constant"),
     **dict.fromkeys(("loss", "plain_loss", "rare_loss", "both_arms_lose"), ""),
 }
