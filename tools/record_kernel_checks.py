@@ -1,6 +1,6 @@
 """Runs check() on every candidate that is present, one process a pair, and writes what each found as JSON.
 
-python tools/record_kernel_checks.py --out FILE [--limit SECONDS] [--sizes small full]
+python tools/record_kernel_checks.py --out FILE [--limit SECONDS] [--sizes small full] [--only CANDIDATE …]
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=300, help="seconds; pairs still running then are not recorded")
     parser.add_argument("--sizes", nargs="+", choices=("small", "full"), default=["small", "full"], help="in order")
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--only", nargs="+", metavar="CANDIDATE", help="these candidates and no others")
     options = parser.parse_args()
     import torch
     from needlework.kernels.public import PUBLIC
@@ -50,6 +51,7 @@ def main() -> None:
     pairs = [("triton", name) for name in ("store_index_keys", "indexer_logits", "select_topk", "sparse_mla_decode",
                                            "merge_partials")]  # fmt: skip
     pairs += [(name, public.operation) for name, public in PUBLIC.items() if not public.missing()]
+    pairs = [pair for pair in pairs if not options.only or pair[0] in options.only]
     absent = [f"{name}: {public.missing()}" for name, public in PUBLIC.items() if public.missing()]
     results, late = [], []
     pool = ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn"))
@@ -68,8 +70,9 @@ def main() -> None:
     except TimeoutError:
         late = [" ".join(jobs[job]) for job in jobs if not job.done()]
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    only = f" --only {' '.join(options.only)}" if options.only else ""
     record = {
-        "card": card, "torch": torch.__version__, "command": "python tools/record_kernel_checks.py --out FILE",
+        "card": card, "torch": torch.__version__, "command": f"python tools/record_kernel_checks.py --out FILE{only}",
         "results": sorted(results, key=lambda r: (r["operation"], r["candidate"])), "not_finished": late,
         "absent": absent,
     }  # fmt: skip

@@ -107,44 +107,56 @@ def _drain(typing):
 _E4M3FN, _E4M3FNUZ, _E2M1, _BF16 = (_writer(name) for name in ("e4m3fn", "e4m3fnuz", "e2m1", "bf16"))
 
 
+@njit
+def _scale(pool, at, table):
+    return table[pool[at]]
+
+
+@njit
+def _single(pool, at):
+    word = np.uint32(pool[at]) | np.uint32(pool[at + 1]) << 8 | np.uint32(pool[at + 2]) << 16
+    return np.uint32(word | np.uint32(pool[at + 3]) << 24).view(np.float32)
+
+
 def _decode(pool, page_stride, out, first, last, dim, code_format, codes, scales, table, rope):
     """Pages `first` to `last` of a flat pool into flat `out`. The numbers are those of `plan`."""
-    start, stride, tiles, rows, tile_stride, runs, run_stride, parts, part_bytes = codes
-    scale_start, scale_stride, groups, scale_bytes = scales
-    rope_start, rope_stride, rope_parts = rope
+    start, stride, tiles, rows, tile_stride, stores, a_scale, a_run, part_bytes, gap = codes
+    scale_start, scale_stride, scale_bytes = scales
+    rope_start, rope_stride, rope_stores = rope
     for page in range(first, last):
         base = page * page_stride
-        scale_at = base + scale_start
-        rope_at = base + rope_start
+        scale_row = base + scale_start
+        rope_row = base + rope_start
         to = page * tiles * rows * dim
         for tile in range(tiles):
             for row in range(rows):
-                run_at = base + start + tile * tile_stride + row * stride
-                for group in range(groups):
-                    at = scale_at + group * scale_bytes
-                    if scale_bytes == 1:
-                        scale = table[pool[at]]
+                at = base + start + tile * tile_stride + row * stride
+                scale_at = scale_row
+                scale = np.float32(1.0)
+                scale_left, run_left = 0, a_run
+                for _ in range(stores):
+                    if scale_left == 0:
+                        scale = _scale(pool, scale_at, table) if scale_bytes == 1 else _single(pool, scale_at)
+                        scale_at += scale_bytes
+                        scale_left = a_scale
+                    if code_format == 0:
+                        _E4M3FN(pool, at, out, to, scale)
+                    elif code_format == 1:
+                        _E4M3FNUZ(pool, at, out, to, scale)
                     else:
-                        low = np.uint32(pool[at]) | np.uint32(pool[at + 1]) << 8
-                        word = low | np.uint32(pool[at + 2]) << 16 | np.uint32(pool[at + 3]) << 24
-                        scale = np.uint32(word).view(np.float32)
-                    for _ in range(runs):
-                        at = run_at
-                        for _ in range(parts):
-                            if code_format == 0:
-                                _E4M3FN(pool, at, out, to, scale)
-                            elif code_format == 1:
-                                _E4M3FNUZ(pool, at, out, to, scale)
-                            else:
-                                _E2M1(pool, at, out, to, scale)
-                            at += part_bytes
-                            to += WIDTH
-                        run_at += run_stride
-                for part in range(rope_parts):
-                    _BF16(pool, rope_at + part * 2 * WIDTH, out, to, np.float32(1.0))
+                        _E2M1(pool, at, out, to, scale)
                     to += WIDTH
-                scale_at += scale_stride
-                rope_at += rope_stride
+                    at += part_bytes
+                    scale_left -= 1
+                    run_left -= 1
+                    if run_left == 0:  # the next tile of this entry's bytes
+                        at += gap
+                        run_left = a_run
+                for part in range(rope_stores):
+                    _BF16(pool, rope_row + part * 2 * WIDTH, out, to, np.float32(1.0))
+                    to += WIDTH
+                scale_row += scale_stride
+                rope_row += rope_stride
     _drain()  # type: ignore[call-arg]  # numba supplies the first argument
 
 
@@ -164,21 +176,20 @@ def takes(layout: Layout, out: Tensor) -> bool:
 
 def plan(layout: Layout, page_tokens: int) -> dict[str, Any]:
     """A record in numbers. codes: first byte, bytes from entry to entry, tiles a page, entries a tile, bytes from tile
-    to tile, runs a scale, bytes from run to run, stores a run, bytes of a store; scales: first byte, bytes from entry
-    to entry, scales an entry, bytes of one; rope: first byte, bytes from entry to entry, stores an entry."""
+    to tile, stores an entry, stores a scale, stores a run of bytes, bytes of a store, bytes between runs; scales and
+    rope: first byte, bytes from entry to entry, bytes of a scale or stores an entry."""
     codes, scales = layout["codes"], layout["scales"]
     rope = next((item for item in layout.fields if item.name == "rope"), None)
-    group_bytes = codes.bytes // scales.count
-    rows, run_bytes = codes.tile or (1, group_bytes)
-    run_bytes = min(run_bytes, group_bytes)
-    part_bytes = WIDTH * codes.bytes // codes.count
+    rows, run_bytes = codes.tile or (1, codes.bytes)
+    stores = codes.count // WIDTH
+    part_bytes = codes.bytes // stores
     return {
         "code_format": list(MINIFLOATS).index(codes.format),
         "codes": (
-            codes.start(page_tokens), run_bytes if codes.tile else codes.stride, page_tokens // rows, rows,
-            rows * codes.stride, group_bytes // run_bytes, rows * run_bytes, run_bytes // part_bytes, part_bytes,
+            codes.start(page_tokens), run_bytes if codes.tile else 0, page_tokens // rows, rows, rows * codes.stride,
+            stores, stores // scales.count, run_bytes // part_bytes, part_bytes, (rows - 1) * run_bytes,
         ),
-        "scales": (scales.start(page_tokens), scales.stride, scales.count, scales.bytes // scales.count),
+        "scales": (scales.start(page_tokens), scales.stride, scales.bytes // scales.count),
         "table": (torch.zeros(256) if scales.format == "f32" else formats.table(scales.format)).numpy(),
         "rope": (rope.start(page_tokens), rope.stride, rope.count // WIDTH) if rope else (0, 0, 0),
     }  # fmt: skip
