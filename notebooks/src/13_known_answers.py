@@ -17,6 +17,9 @@
 # ## Start
 
 # %%
+import json
+
+import pandas as pd
 from needlework import analysis, workbook
 
 start = workbook.start("Judge an engine by known answers")
@@ -51,7 +54,8 @@ assert (hits == 165).all(axis=None)
 # see that the log-probabilities could not prove?
 
 # %%
-planted = analysis.load_trials(known / "faults").query("probe == 'fault'")
+everything = analysis.load_trials(known / "faults").query("probe == 'fault'")
+planted = everything[everything["arm"] != "combined"]  # the single server answered the same prompts; see below
 planted = planted.assign(hit=planted["outcome"] == "exact", long=planted["target_tokens"] > budget)
 in_blocks = planted["label"].fillna("").str.startswith("page")
 
@@ -73,19 +77,63 @@ assert recall.loc[["index-skip", "scales-zero"], "above"].max() < 0.2 and recall
 
 # %%
 exchanged = planted[in_blocks].groupby("arm")["hit"].agg(["sum", "count"])
-assert tuple(exchanged.loc["index-swap"]) == (1, 6) and tuple(exchanged.loc["none"]) == (6, 6)
+assert tuple(exchanged.loc["index-swap"]) == (1, 12) and tuple(exchanged.loc["none"]) == (12, 12)
 workbook.tables.table(exchanged.reset_index(), "Values that lie in one of the two exchanged blocks")
 
 # %% [markdown]
-# In one of the two blocks: 1 of 6 such values is recalled, 6 of 6 before the exchange. A fault that touches two pages of
-# many is found by a sweep over depths at one length, not by more lengths.
+# In one of the two blocks: 1 of 12 such values is recalled, 12 of 12 before the exchange. A fault that touches two pages
+# of many is found by a sweep over depths at one length, not by more lengths.
+#
+# ## Does the diagnosis name them?
+#
+# The single server answered the same prompts, all right. `diagnose` gets both arms and, from the inside, what the pages of
+# one transfer said. Guess: which of the five does it name from the answers alone?
+
+# %%
+seen = json.loads((known.parent / "evidence" / "dumps.json").read_text())
+found = {row["fault"]: [f"{one['name']} {one['pool']}" for one in row["findings"]] for row in seen}
+settings = {"topk": budget, "ratio": 1, "page": 64, "chunk": 8192}
+
+
+def inside(fault: str) -> dict:
+    """What the pages say, and for whole pages how few entries the answers allow."""
+    lost = " ".join(found[fault])
+    few = {"selected": {"by the answers": 261}} if fault == "topk-256" else {}
+    return {"digests": {pool: pool not in lost for pool in ("index", "mla")}, "pages": found[fault], **few}
+
+
+# %%
+rows = []
+for fault in found:
+    pair = planted[planted["arm"] == fault].assign(arm="pd")
+    single = everything[(everything["arm"] == "combined") & everything["prompt_sha"].isin(pair["prompt_sha"])]
+    both = pd.concat([single, pair], ignore_index=True)
+    both = both.assign(cached_tokens=both["cached_tokens"].fillna(0), cache="cold")  # vLLM leaves a zero out
+    views = [analysis.diagnose(both, {"config": settings, **more}) for more in ({}, inside(fault))]
+    rows.append((fault, *(" ".join((view.verdict, *view.causes)) for view in views)))
+named = pd.DataFrame(rows, columns=["fault", "from outside", "with the pages"]).set_index("fault")
+workbook.tables.table(named.reset_index(), "The diagnosis of each fault, from outside and with the pages")
+
+# %%
+wanted = {"index-skip": "F14", "index-swap": "F13", "scales-zero": "F14", "mla-skip": "F13", "topk-256": "F05"}
+assert named.loc["none"].tolist() == ["healthy", "healthy"]
+assert all(named.loc[fault, "with the pages"] == f"named {code}" for fault, code in wanted.items())
+assert named.loc["index-swap", "from outside"] == "not proven" and named.loc["topk-256", "from outside"] == "named F14"
+
+# %% [markdown]
+# With the pages all five are named: a buffer beside the main one that did not arrive (F14, also where only its scales are
+# gone), pages in each other's place (F13), latents that came late or never (F13: from pages alone the two are one), fewer
+# entries selected than configured (F05). From outside the exchanged blocks stay *not proven* and the cut selection is taken
+# for a lost buffer, since it hits the pair alone: pages that are whole are what parts the two. 261 is the number of line
+# ends in the shortest lost prompt, and this checkpoint ranks every line end above the value, so no more can be selected.
 #
 # ## What we found
 
 # %%
 print(
     f"Healthy: {hits['sum'].sum()} of {hits['count'].sum()} values recalled by the single server and the pair. "
-    f"Planted: all {len(recall) - 2} faults change recall, each in its own pattern of length and place."
+    f"Planted: all {len(recall) - 2} faults change recall, each in its own pattern of length and place, and with the pages "
+    f"the diagnosis names {sum(named['with the pages'].str.startswith('named'))} of {len(recall) - 2}."
 )
 
 # %% [markdown]
