@@ -113,8 +113,9 @@ bounds = {"posterior": "{:.1%}"}
 workbook.tables.table(ranking[["code", "title", "posterior"]], "The five most likely causes", formats=bounds)
 
 # %% [markdown]
-# What stands behind the ranking? One line for each observation, the most telling first. A line against the first cause is
-# read with care: it may be a shape that the recorded mixture of places and lengths cannot show.
+# What stands behind the ranking? One line for each observation, the most telling first. A line against a cause is a sign
+# that it often brings and that was looked for in vain. Where a cause may bring one fall or another, the one that is seen
+# excuses the absence of the others.
 
 # %%
 sides = [

@@ -28,6 +28,7 @@ from needlework.analysis.view import plain_cells
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
 UNSEEN = 0.2  # prior of a class whose conditions nobody tried
 STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
+FALLS = ("edge", "position_ceiling", "far_from_end", "last_chunk_only")  # what recall follows: one of them, as a rule
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
     **dict.fromkeys(("edge", "sharp", "soft_fall", "past_budget", "far_lost"), "length"),
@@ -212,7 +213,10 @@ def _ranked(s: Signature, posterior: float, score: float, seen: dict[str, Featur
         if name in s.expects
     ]
     supporting = sorted((e for e in items if e.weight > WEAK / 2), key=lambda e: -e.weight)
-    opposing = sorted((e for e in items if e.weight < -WEAK / 2), key=lambda e: e.weight)
+    # a class that may bring one fall or another is not spoken against by the other one's absence
+    placed = any((seen[n].presence or 0.0) >= 0.5 and s.expects.get(n, 0.0) >= BRINGS for n in FALLS if n in seen)
+    excused = {n for n in (*FALLS, "sharp", "soft_fall") if placed and n in seen and (seen[n].presence or 0.0) < 0.5}
+    opposing = sorted((e for e in items if e.weight < -WEAK / 2 and e.feature not in excused), key=lambda e: e.weight)
     return Ranked(s.code, s.title, posterior, score, tuple(supporting), tuple(opposing))
 
 
