@@ -22,7 +22,7 @@ PLAN = Plan(
     lengths=(110, 170, 300, 490, 540, 1000, 2700),  # just below and above top-k x ratio: does the fall stand there?
     arm_lengths=(600, 1700, 4600),
     aa_pairs=10,
-    aa_lengths=(400, 1400, 1800, 2400),  # where a loss by chance is neither rare nor sure
+    aa_lengths=(400, 1400, 1800, 2400, 4600),  # where a loss by chance is neither rare nor sure, and past every limit
     # below the other edges, which would hide a comb or a hit's loss; a few tokens more than whole pages, so that what
     # follows a hit is shorter than the window
     residue_start=322,
