@@ -41,10 +41,11 @@ import record_vllm
 HERE = Path(__file__).resolve().parent
 NAME, ROLES = "needlework", record_vllm.ROLES
 LENGTHS, DEPTHS = (500, 1000, 2000, 2100, 4000, 8000, 16000, 32000), (0.0, 0.5, 1.0)
-# page (256) and c128 group (128), selection (512 entries of 4 tokens), chunk (8,192)
-EDGES = {"v32": record_vllm.LENGTHS, "v4": (127, 128, 129, 255, 256, 257, 300, 2047, 2048, 2049, 3000, 8191, 8192, 8193,
-                                            9000, 16384)}  # fmt: skip
-POWER = {"v32": record_vllm.POWER_LENGTHS, "v4": (129, 300, 2049, 3000, 9000, 16384)}
+# page (256) and c128 group (128), selection (512 entries of 4 tokens), chunk (8,192); the shortest last, for one of 129
+# tokens once ended a server of V4
+EDGES = {"v32": record_vllm.LENGTHS, "v4": (3000, 2047, 2048, 2049, 8191, 8192, 8193, 9000, 16384, 300, 257, 256, 255, 129,
+                                            128, 127)}  # fmt: skip
+POWER = {"v32": record_vllm.POWER_LENGTHS, "v4": (3000, 2049, 9000, 16384, 300, 129)}
 DUMPS = {"v32": {"short": 600, "long": 2200}, "v4": {"short": 1100, "long": 3000}}
 SWAPPED, CHECK_TOKENS = (2, 5), 310
 FIRST_LIMIT, WAIT_LIMIT = 900, 240  # seconds: for the request that compiles; for an order's result
@@ -298,7 +299,7 @@ def main() -> int:
     parser.add_argument("--site", type=Path, help="folder with SGLang and what it needs, if it is not installed")
     parser.add_argument("--port", type=int, default=8400, help="three servers from here, the pair at + 3")
     parser.add_argument("--bootstrap", type=int, default=8998, help="the prefill server's bootstrap port")
-    parser.add_argument("--start-limit", type=float, default=200, help="seconds")
+    parser.add_argument("--start-limit", type=float, default=300, help="seconds")
     options = parser.parse_args()
     if options.what == "serve" and options.family == "v4" and options.config is None:
         parser.error("--config is needed to serve DeepSeek-V4")

@@ -303,3 +303,4 @@ print(
 # ## Next
 #
 # [13_known_answers](13_known_answers.ipynb): the same engine and the same faults, with weights whose right answers are known.
+# [14_second_engine](14_second_engine.ipynb): the same questions to SGLang.
