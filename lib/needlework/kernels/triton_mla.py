@@ -296,11 +296,6 @@ def _plan(
     return dict(config or decode_config(programs, indices.shape[1], q.device, layout))
 
 
-# V3.2 with many rows, and how many programs a multiprocessor gets, as measured on an H200
-V32_CONFIG = {"BLOCK": 128, "HALVES": 1, "STAGES": 1, "num_warps": 8}
-V32_PROGRAMS = 1
-
-
 def decode_config(programs: int, entries: int, device: torch.device, layout: str = "v4-mla-fp8") -> dict[str, int]:
     """Block and split counts for `programs` (rows x blocks of 64 heads) over `entries` indices each."""
     if INTERPRETED:
@@ -309,11 +304,8 @@ def decode_config(programs: int, entries: int, device: torch.device, layout: str
     if shared_bytes(device) < 200_000:  # not the data-centre parts the sizes below were measured on
         splits = max(1, min(triton.cdiv(entries, 64), processors // programs))
         return {"BLOCK": 16, "SPLITS": splits, "HALVES": 2, "STAGES": 1, "num_warps": 4}
-    if programs * 8 <= processors:  # few rows: one block of entries a program
+    if layout == "v4-mla-fp8" and programs * 8 <= processors:  # few rows; V3.2 keeps its wide blocks even then
         splits = max(1, min(triton.cdiv(entries, 64), processors // (2 * programs)))
         return {"BLOCK": 64, "SPLITS": splits, "HALVES": 2, "STAGES": 2, "num_warps": 4}
-    if layout == "v32-mla-fp8":
-        most = triton.cdiv(entries, V32_CONFIG["BLOCK"])
-        return {**V32_CONFIG, "SPLITS": max(1, min(most, V32_PROGRAMS * processors // programs))}
     splits = max(1, min(triton.cdiv(entries, 128), processors // programs))
     return {"BLOCK": 128, "SPLITS": splits, "HALVES": 1, "STAGES": 1, "num_warps": 8}

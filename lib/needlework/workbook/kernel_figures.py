@@ -120,3 +120,11 @@ def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
         (r["candidate"], r["size"], r["says"].split(". Not covered")[0]) for r in results if r["operation"] == operation
     ]
     return pd.DataFrame(rows, columns=["candidate", "size", "verdict"])
+
+
+def recorded_ablation(kernel: str, name: str = "h200") -> pd.DataFrame:
+    """Recorded times of a kernel with one part left out or written otherwise: change, run (figures of one run compare),
+    median_us, over_flash_mla, output (right, or wrong on purpose); no rows where none is kept."""
+    path = root() / "data" / "kernels" / f"{kernel}_ablation_{name}.json"
+    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    return pd.DataFrame(rows, columns=["change", "run", "median_us", "over_flash_mla", "output"])
