@@ -43,8 +43,8 @@ NAME, ROLES = "needlework", record_vllm.ROLES
 LENGTHS, DEPTHS = (500, 1000, 2000, 2100, 4000, 8000, 16000, 32000), (0.0, 0.5, 1.0)
 # page (256) and c128 group (128), selection (512 entries of 4 tokens), chunk (8,192); the shortest last, for one of 129
 # tokens once ended a server of V4
-EDGES = {"v32": record_vllm.LENGTHS, "v4": (3000, 2047, 2048, 2049, 8191, 8192, 8193, 9000, 16384, 300, 257, 256, 255, 129,
-                                            128, 127)}  # fmt: skip
+V4_EDGES = (3000, 2047, 2048, 2049, 8191, 8192, 8193, 9000, 16384, 300, 257, 256, 255, 129, 128, 127)
+EDGES = {"v32": record_vllm.LENGTHS, "v4": V4_EDGES}
 POWER = {"v32": record_vllm.POWER_LENGTHS, "v4": (3000, 2049, 9000, 16384, 300, 129)}
 DUMPS = {"v32": {"short": 600, "long": 2200}, "v4": {"short": 1100, "long": 3000}}
 SWAPPED, CHECK_TOKENS = (2, 5), 310
