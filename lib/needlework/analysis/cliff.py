@@ -28,15 +28,19 @@ TOP_PRIOR = np.array([0.40, 0.30, 0.20, 0.10])
 BOTTOM_PRIOR = np.array([0.35, 0.20, 0.15, 0.20, 0.10])
 NO_CLIFF_PRIOR, BELOW_PRIOR = 0.10, 0.05
 CERTAIN = 0.95  # posterior at which the search gives up on a cliff in the range
-# A posterior that mixes steps with soft falls is wider than a true step needs; held against simulated endpoints
-# (benchmarks/cliff.py) this credible level covers 95 % for steps, and 0.95 does for soft falls.
-STEP_LEVEL = 0.87
+# A posterior that mixes steps with soft falls is wider than a true step needs: where a step is nearly certain a lower
+# credible level covers 95 %. It must not act at half-certainty, where the fall may be soft and needs all of 0.95. Both
+# numbers are held against simulated endpoints (benchmarks/cliff.py).
+STEP_LEVEL, STEP_POWER = 0.80, 8
+BRACKET_LEVEL = 0.87  # of a step, for the bracket; it decides what is asked next, so recorded runs depend on it
 LOGISTIC = 2 * math.log(9.0)  # logits between 90 % and 10 %
 
 
 @dataclass(frozen=True)
 class Cliff:
-    """What a search found. Lengths in tokens, widths in octaves; `interval` covers 95 %."""
+    """What a search found. Lengths in tokens, widths in octaves; `interval` covers 95 %. In `bracket` a step is to be
+    confirmed and walked.
+    """
 
     state: str  # "cliff", "no cliff", "below range", "unsettled"
     threshold: float
@@ -48,6 +52,7 @@ class Cliff:
     requests: int
     low: int
     high: int
+    bracket: Interval
 
     def __str__(self) -> str:
         if self.state == "no cliff":
@@ -171,11 +176,15 @@ class CliffSearch:
         bins = inner.sum(axis=1)
         nuisance = inner.sum(axis=0).reshape(len(WIDTHS), len(TOPS), len(BOTTOMS))
         widths = nuisance.sum(axis=(1, 2))
-        tail = (1 - (STEP_LEVEL * widths[0] + 0.95 * (1 - widths[0]))) / 2
+
+        def covering(level: float) -> Interval:
+            ends = ((1 - level) / 2, (1 + level) / 2)
+            return Interval(*(2.0 ** self._quantile(bins, end) for end in ends))
+
         return Cliff(
             state=state,
             threshold=2.0 ** self._quantile(bins, 0.5),
-            interval=Interval(2.0 ** self._quantile(bins, tail), 2.0 ** self._quantile(bins, 1 - tail)),
+            interval=covering(0.95 - (0.95 - STEP_LEVEL) * widths[0] ** STEP_POWER),
             width_octaves=float(widths @ WIDTHS),
             width_interval=_discrete_interval(WIDTHS, widths),
             top=float(nuisance.sum(axis=(0, 2)) @ TOPS),
@@ -183,6 +192,7 @@ class CliffSearch:
             requests=self.requests,
             low=self.low,
             high=self.high,
+            bracket=covering(0.95 - (0.95 - BRACKET_LEVEL) * widths[0]),
         )
 
     def _thinned(

@@ -256,29 +256,31 @@ class Bench:
 
     async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
-        queue = iter(asks)
+        queue, crowd = iter(asks), min(concurrency, len(asks))
 
         async def worker() -> None:
             for a in queue:  # shared: every worker takes the next one
-                await self._one(a, prepare)
+                await self._one(a, prepare, crowd)
 
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(asks))):
+                for _ in range(crowd):
                     group.create_task(worker())
         except BaseExceptionGroup as group_error:  # one clear reason is worth more than the bundle
             raise group_error.exceptions[0] from None
 
-    async def _one(self, a: Ask, prepare: Prepare | None = None) -> Row:
-        """Build and send an ask, grade the answer, write the row, and return it."""
+    async def _one(self, a: Ask, prepare: Prepare | None = None, crowd: int = 1) -> Row:
+        """Build and send an ask, one of `crowd` in flight, grade the answer, write the row, and return it."""
         prompt = await self.build(a)
         assert self.endpoint is not None and self._own_builder is not None
         rows.check_window(a, prompt, self.endpoint.capabilities.max_model_len)
         self.count(prompt.counted_tokens)
         row = self.row(a, prompt)
+        row["concurrency"] = max(crowd, a.concurrency)
         row |= await rows.exchange(
-            self.endpoint, a, prompt, self._values, thinking=self.thinking, tolerance=self.tolerance, prepare=prepare
-        )
+            self.endpoint, a, prompt, self._values, alone=row["concurrency"] == 1, thinking=self.thinking,
+            tolerance=self.tolerance, prepare=prepare,
+        )  # fmt: skip
         self.meter.correct(prompt.counted_tokens, row["prompt_tokens"])
         self.journal.append(row)
         if row["outcome"] == "transport":

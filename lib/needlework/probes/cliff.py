@@ -43,7 +43,7 @@ def find_cliff(
     depth: float | None = None,
     from_end: int | None = None,
     tolerance: float = 0.05,
-    batch: int = 4,
+    batch: int = 1,
     walk: bool = True,
     config: Mapping[str, float] | None = None,
     max_requests: int = 60,
@@ -59,7 +59,8 @@ def find_cliff(
     depth     keep the fact at this share of the prompt instead: an edge in its place then shows at place / depth tokens
     max_requests  of the search; confirming takes 10 more, and the walk at most 30
     config  constants of the deployment to look for in the interval: topk, ratio, window, page, chunk, context_limit
-    batch   lengths in flight at a time; the placement accounts for it
+    batch   lengths in flight at a time; the placement accounts for it. Several are quicker where requests are slow, but
+            share the engine's passes: an edge at a chunk then lies where the neighbours let it
     walk    follow a step to the exact token (only where lengths are counted by the server's tokenizer)
 
     Deterministic for a seed and the outcomes, so a resumed or recorded run asks the same questions. Raises ValueError
@@ -143,10 +144,10 @@ def _ladder(low: int, high: int) -> list[int]:
 
 
 def _beside(found: Cliff, low: int, high: int) -> tuple[int, int]:
-    """Lengths just outside the interval, where a step must hit and must miss."""
+    """Lengths just outside the bracket, where a step must hit and must miss."""
     margin = max(1.0, 0.02 * found.threshold)
-    below = max(low, int(found.interval.low - margin))
-    above = min(high, int(found.interval.high + margin) + 1)
+    below = max(low, int(found.bracket.low - margin))
+    above = min(high, int(found.bracket.high + margin) + 1)
     return below, above
 
 
@@ -157,14 +158,26 @@ def _is_step(found: Cliff) -> bool:
 
 
 def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
-    """Noisy bisection over single tokens, in an interval a little wider than the search's."""
-    width = found.interval.high - found.interval.low
-    low = max(found.low, int(found.interval.low - 0.5 * width) - 2)
-    high = min(found.high, int(found.interval.high + 0.5 * width) + 3)
-    walk = EdgeWalk(low, high, top=max(found.top, 0.9), bottom=min(found.bottom, 0.6), limit=WALK)
-    while not walk.done:
-        lengths = walk.propose()
-        feed(walk, lengths, send(lengths, "walk"))
+    """Noisy bisection over single tokens, in a bracket a little wider than the search's; where the edge lies beyond
+    its end (in the search the needle stood between whole records, some tokens off), once more beyond that end.
+    """
+    low, high = found.bracket
+    low, high = int(low - 0.5 * (high - low)) - 2, int(high + 0.5 * (high - low)) + 3
+    shape = {"top": max(found.top, 0.9), "bottom": min(found.bottom, 0.6)}
+    walk = EdgeWalk(max(found.low, low), min(found.high, high), **shape, limit=WALK)
+    for _ in range(2):
+        while not walk.done:
+            lengths = walk.propose()
+            feed(walk, lengths, send(lengths, "walk"))
+        wide = 2 * (walk.high - walk.low)
+        beyond = {"below range": (walk.low - wide, walk.low + 1), "above range": (walk.high - 1, walk.high + wide)}
+        if walk.state not in beyond or walk.requests >= WALK:
+            break
+        low, high = max(found.low, beyond[walk.state][0]), min(found.high, beyond[walk.state][1])
+        if high <= low:
+            break
+        asked, walk = walk.asked, EdgeWalk(low, high, **shape, limit=WALK)
+        walk.update([n for n, _ in asked], [h for _, h in asked])
     return walk
 
 

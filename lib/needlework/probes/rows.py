@@ -51,10 +51,12 @@ def check_window(a: Ask, prompt: Prompt, limit: int | None) -> None:
 
 
 async def exchange(
-    endpoint: Endpoint, a: Ask, prompt: Prompt, known_values: Mapping[str, str], *, thinking: bool, tolerance: int,
-    prepare: Prepare | None,
+    endpoint: Endpoint, a: Ask, prompt: Prompt, known_values: Mapping[str, str], *, alone: bool, thinking: bool,
+    tolerance: int, prepare: Prepare | None,
 ) -> Row:  # fmt: skip
-    """Send an ask and grade the answer; what goes wrong on the way is an outcome of its own, with its reason."""
+    """Send an ask and grade the answer; what goes wrong on the way is an outcome of its own, with its reason. alone: no
+    other request of this bench is under way.
+    """
     found = endpoint.capabilities
     # the same text again and yet cold: only a salt in the request does that
     salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
@@ -64,7 +66,7 @@ async def exchange(
         if prepare is not None:
             messages, more = await prepare(a, prompt, endpoint)
         reply = await cached.chat(
-            endpoint, messages, alone=a.concurrency == 1, max_tokens=a.max_tokens, temperature=a.temperature,
+            endpoint, messages, alone=alone, max_tokens=a.max_tokens, temperature=a.temperature,
             logprobs=found.logprobs, fields=found.fields(salt=salt, thinking=thinking),
         )  # fmt: skip
     except TransportError as error:
