@@ -11,6 +11,7 @@ import pytest
 import record_sglang
 import sglang_worker
 import torch
+import worker_checks
 
 PAGES, RING = 6, 8
 STREAM = (
@@ -127,3 +128,21 @@ def test_the_pair_says_what_prefill_had_cached(body, had):
         assert told == body
     elif body.startswith(b"data:"):
         assert told.endswith(b"data: [DONE]\n\n") and told.startswith(b'data: {"choices": []}\n\n')
+
+
+def test_the_kernels_get_the_references_arguments_in_their_own_shapes():
+    q, pool, lengths = torch.randn(2, 64, 128), torch.zeros(5, 9000, dtype=torch.uint8)[:, :8448], torch.tensor([70, 9])
+    rows, cache, weights, lens = worker_checks.scoring_arguments(
+        q, torch.ones(2, 64), pool, lengths, 64, "dsa-index-fp8"
+    )
+    assert rows.shape == (2, 1, 64, 128) and rows.dtype == torch.float8_e4m3fn and lens.tolist() == [[70], [9]]
+    assert cache.shape == (5, 64, 1, 132) and cache.stride(0) == 9000 and weights.shape == (2, 64)
+    q, pool = torch.randn(3, 64, 576), torch.zeros(4, 64 * 656, dtype=torch.uint8)
+    chosen = torch.arange(3 * 70, dtype=torch.int32).view(3, 70)
+    rows, cache, slots = worker_checks.decode_arguments(q, pool, chosen, 64, "v32-mla-fp8", {"sink": None})
+    assert rows.shape == (3, 1, 64, 576) and cache.shape == (4, 64, 1, 656) and slots.shape == (3, 1, 128)
+    assert (slots[:, 0, :70] == chosen).all() and (slots[:, 0, 70:] == -1).all()
+    for call in (lambda: worker_checks.scoring_arguments(q, None, pool, None, 16, "dsa-index-fp8"),
+                 lambda: worker_checks.decode_arguments(q, pool, chosen, 64, "v32-mla-fp8", {"sink": q})):  # fmt: skip
+        with pytest.raises(ValueError, match="this kernel takes"):
+            call()
