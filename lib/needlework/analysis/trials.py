@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from needlework import spreadsheet
+
 COLUMNS = [
     "trial_id",
     "run",
@@ -165,7 +167,7 @@ def write_csv(trials: pd.DataFrame, path: str | Path) -> None:
     safe = trials.copy()
     for name in safe.columns:
         if not pd.api.types.is_numeric_dtype(safe[name]):
-            safe[name] = safe[name].map(lambda cell: f"'{cell}" if isinstance(cell, str) and _formula(cell) else cell)
+            safe[name] = safe[name].map(spreadsheet.quoted)
     safe.to_csv(path, index=False)
 
 
@@ -265,7 +267,7 @@ def _delimited(path: Path, separator: str) -> pd.DataFrame:
                         f"{path.name} line {reader.line_num} has {len(row)} fields, "
                         f"the header has {len(header)}; mend that line"
                     )
-                rows.append([_unquoted(cell) or None for cell in row])
+                rows.append([spreadsheet.unquoted(cell) or None for cell in row])
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} is not UTF-8 text (byte {error.start}); convert it first") from None
     except csv.Error as error:
@@ -365,11 +367,3 @@ def _outcomes(outcome: pd.Series, notes: list[str]) -> pd.Series:
     if (result == "miss").any():
         notes.append("misses without a kind stay 'miss': how the answers were wrong is not known")
     return result
-
-
-def _formula(cell: str) -> bool:
-    return cell[:1] in {"=", "+", "-", "@", "\t", "\r", "'"}
-
-
-def _unquoted(cell: str) -> str:
-    return cell[1:] if cell[:1] == "'" and _formula(cell[1:]) else cell

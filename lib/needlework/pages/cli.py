@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import pandas as pd
 
+from needlework import spreadsheet
+
 from .findings import diagnose
 from .inspect import NONE, identify
 from .io import Dump, read
@@ -67,14 +69,9 @@ def _load(path: str, args: argparse.Namespace) -> list[Dump]:
     return out
 
 
-def _plain(cell: object) -> object:
-    """A sidecar names its pool: text that a spreadsheet would run as a formula gets a leading apostrophe."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
-
-
 def _print(table: pd.DataFrame, csv: bool) -> None:
     if csv:
-        print(table.map(_plain).to_csv(index=False), end="")
+        print(table.map(spreadsheet.quoted).to_csv(index=False), end="")
     elif len(table):
         with pd.option_context("display.max_colwidth", None, "display.width", None):
             print(table.to_string(index=False, max_rows=200))
