@@ -109,6 +109,7 @@ def test_signatures_are_consistent():
                 "config": CONFIG,
                 "digests": {"index": False, "kv": True},
                 "pages": ["x", "pages out of order"],
+                "selected": {"indexer": 256},
                 "logs": {"a": 1},
                 "flags": dict.fromkeys(
                     ("graph", "draft", "radix", "chunk", "dtype", "topk", "serial", "wait", "combined"), True
