@@ -14,27 +14,31 @@ import argparse
 import ctypes
 import os
 import platform
-import resource
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
-from needlework.pages import LAYOUTS
+from needlework.pages import LAYOUTS, Layout
 
 
-def timed(step, device: str, repeats: int) -> float:
-    """Seconds of the fastest of `repeats` runs after one warm-up."""
-    best = float("inf")
+def timed(steps: dict[str, Callable[[], object]], device: str, repeats: int) -> dict[str, float]:
+    """Seconds of the fastest of `repeats` runs of each step after one warm-up. The steps take turns, so that a moment
+    at which the machine is slow meets all of them."""
+    best = dict.fromkeys(steps, float("inf"))
     for turn in range(repeats + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if turn:
-            best = min(best, time.perf_counter() - start)
+        for name, step in steps.items():
+            if device == "cuda":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            kept = step()  # freed after the clock is read
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if turn:
+                best[name] = min(best[name], time.perf_counter() - start)
+            del kept
     return best
 
 
@@ -55,29 +59,14 @@ def measure(name: str, gib: float, device: str, repeats: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     written = layout.encode({"values": torch.randn(64, 64, layout.dim, generator=generator)})
     pool = written.repeat(-(-pages // 64), 1)[:pages].contiguous().to(device)
-    other = torch.empty_like(pool)
-    copy_s = timed(lambda: other.copy_(pool), device, repeats)
-    if device == "cpu":
-        copy_s = min(copy_s, timed(lambda: copy_memory(other, pool), device, repeats))
-    other = None
-    out = torch.empty(pages, 64, layout.dim, device=device)
-    decode_s = timed(lambda: layout.values(pool, 64, out=out), device, repeats)
-    output = out.numel() * 4
-    out = None
-    if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        decoded = layout.decode(pool)
-        peak = torch.cuda.max_memory_allocated() - before
-    else:
-        before = current_rss()
-        decoded = layout.decode(pool)
-        peak = max(current_rss(), 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) - before
-    del decoded
+    output = pages * 64 * layout.dim * 4
+    copy_s, decode_s = in_place(layout, pool, device, repeats)
+    before = reset_peak(device)
+    layout.decode(pool)
+    peak = read_peak(device) - before
+    best = timed({"clone": pool.clone, "decode": lambda: layout.decode(pool)}, device, repeats=2)
     moved, copied = pool.numel() + output, 2 * pool.numel()
-    ratio = (moved / decode_s) / (copied / copy_s)
-    new = (moved / timed(lambda: layout.decode(pool), device, 1)) / (copied / timed(lambda: pool.clone(), device, 1))
+    ratio, new = (s / d * moved / copied for s, d in ((copy_s, decode_s), (best["clone"], best["decode"])))
     print(
         f"| {name} | {pool.numel() / 2**30:.2f} | {copied / copy_s / 1e9:.1f} | {moved / decode_s / 1e9:.1f} | "
         f"{ratio:.2f} | {new:.2f} | {peak / output:.2f} | {os.getloadavg()[0]:.1f} |",
@@ -86,17 +75,43 @@ def measure(name: str, gib: float, device: str, repeats: int) -> bool:
     return ratio >= 0.5 and peak <= 2 * output
 
 
+def in_place(layout: Layout, pool: torch.Tensor, device: str, repeats: int) -> tuple[float, float]:
+    """Seconds of the fastest copy, and of a decode, into memory that is there already."""
+    other, out = torch.empty_like(pool), torch.empty(len(pool), 64, layout.dim, device=device)
+    steps: dict[str, Callable[[], object]] = {
+        "copy": lambda: other.copy_(pool),
+        "decode": lambda: layout.values(pool, 64, out=out),
+    }
+    if device == "cpu":
+        steps["memmove"] = lambda: copy_memory(other, pool)
+    best = timed(steps, device, repeats)
+    decode_s = best.pop("decode")
+    return min(best.values()), decode_s
+
+
+def reset_peak(device: str) -> int:
+    """Bytes in use now; the peak counts from here."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_peak(device)
+
+
+def read_peak(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
+
+
 def copy_memory(target: torch.Tensor, source: torch.Tensor) -> None:
     """memmove of a contiguous tensor, one part a thread."""
     threads = torch.get_num_threads()
     parts = list(zip(target.view(-1).chunk(threads), source.view(-1).chunk(threads), strict=True))
     with ThreadPoolExecutor(threads) as workers:
         list(workers.map(lambda pair: ctypes.memmove(pair[0].data_ptr(), pair[1].data_ptr(), pair[1].numel()), parts))
-
-
-def current_rss() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def main() -> int:
