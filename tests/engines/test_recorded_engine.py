@@ -25,7 +25,7 @@ def recorded(notebook: str) -> probes.Recorded:
 def test_the_bundle_is_sealed_small_and_names_no_machine():
     bundle = Bundle(BUNDLE)
     assert bundle.problems() == []
-    assert [run.name for run in bundle.runs] == ["03_recall_vs_length"]
+    assert [run.name for run in bundle.runs] == ["03_recall_vs_length", "10_pd_vs_combined"]
     assert sum(path.stat().st_size for path in bundle.files()) < 1e6
     for path in bundle.files():
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -50,6 +50,18 @@ def test_the_recall_curve_is_replayed_with_the_parameters_it_was_recorded_with(p
     assert fade.verdict != "healthy" and fade.edge is None, "a model that fades has no edge to the token"
     with pytest.raises(ValueError, match="the recorded run holds no"):
         probes.recall(recorded("03_recall_vs_length"), **options, seed=1)
+
+
+def test_the_pair_is_replayed_beside_one_server(parameters):
+    p = parameters["10_pd_vs_combined"]
+    arms = dict.fromkeys(("combined", "pd"), recorded("10_pd_vs_combined"))
+    result = probes.compare_arms(arms, **p, repeats=1, cache=("cold", "warm"))
+    assert result.verdict == "healthy" and result.details["discordant"] == (0, 0), str(result)
+    pairs = result.trials.query("probe == 'arms'")
+    assert (pairs["outcome"] == "exact").all() and len(pairs) == 4 * len(p["lengths"]) * len(p["depths"])
+    cached = pairs.groupby(["wanted_cache", "arm"])["cached_tokens"].agg(["min", "max"])
+    assert (cached.loc["cold"] == 0).all(axis=None) and (cached.loc["warm"] % 128 == 0).all(axis=None)
+    assert cached.loc["warm"].to_numpy().min() == 256
 
 
 def test_the_configuration_in_force_was_saved():
