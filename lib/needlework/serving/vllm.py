@@ -71,6 +71,12 @@ class Engine(Deployed):
 
         return f"<p>{escape(str(self))}</p>"
 
+    @property
+    def arm(self) -> str:
+        """This engine as an arm of a live target: its address and, of a pair, who counts tokens and who computes."""
+        helpers = f"+tokenizer={self.prefill_url}+cache={self.prefill_url}+metrics={self.metrics_url}"
+        return self.base_url + (helpers if self.mode == "pd" else "")
+
     def get(self, role: str, path: str, timeout_s: float = 30.0) -> str:
         """The text of one GET; raises EngineError when the server does not answer with status 200."""
         status, text = _get(self.ports[role], path, timeout_s)
@@ -154,6 +160,8 @@ def start(
         for n, role in enumerate(roles):
             children[role] = _server(role, ports[role], n, scratch, max_model_len, arguments)
         _wait(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
+        for n, role in enumerate(roles):
+            _bind(children[role].pid, _core(n))
         if mode == "pd":
             children["router"] = _router(ports, scratch)
             _wait(children, ports, time.monotonic() + 60, 60)
@@ -161,8 +169,7 @@ def start(
 
 
 def _server(role: str, port: int, number: int, scratch: Path, max_model_len: int, more: tuple[str, ...]) -> Child:
-    core = sorted(os.sched_getaffinity(0))[number % len(os.sched_getaffinity(0))]
-    environment = QUIET | SERVER | _folders(scratch / role) | {"VLLM_CPU_OMP_THREADS_BIND": str(core)}
+    environment = QUIET | SERVER | _folders(scratch / role) | {"VLLM_CPU_OMP_THREADS_BIND": str(_core(number))}
     # what is compiled, and what an import of the model's code in a process of its own tells: a quarter of each start
     environment |= dict.fromkeys(("TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT"), str(home() / "build" / "engine-cache"))
     command = ["vllm.entrypoints.openai.api_server", "--model", str(model()), "--served-model-name", MODEL_NAME]
@@ -175,6 +182,26 @@ def _server(role: str, port: int, number: int, scratch: Path, max_model_len: int
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
     return _child(role, command, environment)
+
+
+def _core(number: int) -> int:
+    """The core of the server with this number."""
+    allowed = sorted(os.sched_getaffinity(0))
+    return allowed[number % len(allowed)]
+
+
+def _bind(pid: int, core: int) -> None:
+    """Give back the core that a server was told to compute on: the NIXL connector moves each server's worker to the
+    last core of the machine (vllm 0.32.0 `v1/nixl/base_worker.py`), so a pair computes, and waits, on one and the same.
+    """
+    import psutil
+
+    allowed = os.sched_getaffinity(0)
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError):  # it ended meanwhile
+            if set(process.cpu_affinity()) != allowed:
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, {core})
 
 
 def _router(ports: Mapping[str, int], scratch: Path) -> Child:
