@@ -138,9 +138,10 @@ class Diagnosis:
 def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     """Ranks the fault classes F01–F20, the lookalikes N1–N5 and "healthy" for a table of trials.
 
-    `evidence` (optional): mapping or dataclass with `config`, `digests`, `pages`, `placement`, `logs`, `flags`
-    (`view.settings` says what each is). Any subset of the trial columns will do; what the table can not show is listed
-    in `.missing`, never guessed. Raises ValueError only when `trials` is not a table or the evidence is malformed.
+    `evidence` (optional): mapping or dataclass with `config`, `digests`, `pages`, `placement`, `logs`, `flags`,
+    `selected` (`view.settings` says what each is). Any subset of the trial columns will do; what the table can not show
+    is listed in `.missing`, never guessed. Raises ValueError only when `trials` is not a table or the evidence is
+    malformed.
     """
     if not isinstance(trials, pd.DataFrame):
         raise ValueError("diagnose takes a table of trials (a DataFrame); read one with load_trials")
