@@ -207,28 +207,22 @@ gpu, setting = kernel_figures.recorded_gpu("sparse_mla_decode")
 print(setting)
 workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
 
-# %% [markdown]
-# Is our twin as fast as FlashMLA? At 64 rows of V3.2 pages it is not: it takes 1.67 times as long. To see why, one part at a time was left out, or written otherwise.
-
-# %%
-changed = kernel_figures.recorded_ablation("v32")
-workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time")
-
-# %%
-times = changed.set_index(["run", "change"])["median_us"]
-share = pd.Series({(run, change): us / times[run, "as it is"] for (run, change), us in times.items()})
-honest = (changed.set_index(["run", "change"])["output"] == "right").reindex(share.index)
-assert share[~honest].min() > 0.88 and share[honest].min() > 0.99
-
-# %% [markdown]
-# No part alone costs more than 12 percent: reading, converting and multiplying follow each other in the one program that a multiprocessor holds, where FlashMLA lets groups of warps do them at the same time. No rewrite in Triton that gives the right answer was faster by one percent.
-
 # %%
 checked = kernel_figures.recorded_checks("sparse_mla_decode")
 workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay and a second stream included")
 
 # %% [markdown]
-# vLLM's kernel for Intel cards fails where a row has no entry at all: it divides zero by zero. The reference, and FlashMLA, return zeros there.
+# vLLM's kernel for Intel cards fails where a row has no entry at all: it divides zero by zero, where the reference and FlashMLA return zeros.
+#
+# Our twin takes 1.67 times as long as FlashMLA at 64 rows of V3.2 pages. Why? One part at a time was left out, or written otherwise. No part alone costs more than 12 percent: reading, converting and multiplying follow each other in the one program that a multiprocessor holds, where FlashMLA lets groups of warps do them at the same time. No rewrite in Triton that gives the right answer was faster by one percent.
+
+# %%
+changed = kernel_figures.recorded_ablation("v32")
+first = changed[changed["change"] == "as it is"].set_index("run")["median_us"]
+share = changed["median_us"] / changed["run"].map(first)
+assert share.min() > 0.88 and share[changed["output"] == "right"].min() > 0.99
+assert gpu.set_index(["shape", "kernel"]).loc[("v32 B64 K2048", "flash_mla"), "ours_over_this"] == 1.67
+workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time")
 
 # %% [markdown]
 # ## What this check cannot see
