@@ -64,6 +64,8 @@ def length(v: View) -> list[Feature]:
             continue
         strength = float(np.clip((gain - 3) / 4, 0, 1)) * float(np.exp(min(0.0, gain - best + 0.5) / 2.0))
         split = rivals.get(name)
+        if name in ("position_ceiling", "far_from_end"):  # both grow with the length: it has to be beaten
+            strength *= float(np.clip(gain - gains["edge"], 0, 1))
         if name == "last_chunk_only":
             text = f"hits need the needle in the last {chunk} tokens' chunk or a single pass"
             out.append(Feature(name, strength, text, len(y), chunk))
