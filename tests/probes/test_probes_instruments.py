@@ -53,6 +53,7 @@ def test_cliff_is_walked_to_the_token_and_the_constant_is_named(edge):
         result = probes.find_cliff(mock.base_url, low=300, high=6000, config=config)
     assert result.edge == edge and result.constants[0].value == edge
     assert result.cliff.requests <= 60 and f"{edge:,} tokens still hit, {edge + 1:,} miss" in str(result)
+    assert set(result.trials["concurrency"]) == {1}
 
 
 def test_no_cliff_on_a_healthy_endpoint():
@@ -71,6 +72,7 @@ def test_residues(warm_only):
     seen = {k: (c.state, c.period, c.residues) for k, c in result.combs.items()}
     assert seen["start", "warm"] == seen["end", "warm"] == ("comb", 8, (3,))
     assert (seen["start", "cold"][0] == "none") is warm_only and result.verdict == "finding"
+    assert result.trials["concurrency"].max() == 4, "a row says how many were in flight"
     with mock_endpoint() as mock:
         assert probes.scan_residues(mock.base_url, start=500, period=8).healthy
     with mock_endpoint("openai") as mock, pytest.raises(ValueError, match="needs exact lengths"):
