@@ -38,7 +38,7 @@ def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
 
 def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
     """Prefill and decode apart, index pages left behind after the first chunk; at most 120 requests to the pair."""
-    plan = replace(SHORT, arm_lengths=(600, 1700, 3500))
+    plan = replace(SHORT, arm_lengths=(600, 1100, 1700, 2700, 3500))
     options = {**GEOMETRY, "seed": 0}
     with start_inside("pd", "F14", **options) as pair, start_inside("combined", "F14", **options) as whole:
         others = {"combined": whole.endpoint}
