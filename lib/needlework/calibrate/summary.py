@@ -115,9 +115,7 @@ class Summary:
         shown = self.table("outside")
         shown = shown[(shown["strength"] == "default") & ~shown["class"].str.contains("+", regex=False)]
         heads = ["class", "runs", "found", "right class first", "wrongly accused", "requests", "taken for"]
-        parts = [
-            " · ".join(f"{name}: {self.facts[name]}" for name in ("date", "status", "seeds") if name in self.facts)
-        ]
+        parts = [" · ".join(f"{name}: {self.facts[name]}" for name in ("date", "seeds", "runs") if name in self.facts)]
         parts += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
         names = ["class", "runs", "detected", "first", "accused", "requests", "taken for"]
         parts += ["| " + " | ".join(str(v) for v in row) + " |" for row in shown[names].itertuples(index=False)]
@@ -148,7 +146,8 @@ _LEGEND = """Columns: *runs* with this class planted; *detected*: something othe
 first; *first*, *three*: the planted class is ranked first, or is (for pairs: both are) among the first three;
 *healthy*: the verdict was "healthy"; *accused*: a class was named that was not planted; *both*, *two causes*: for
 pairs, both ranked in the first two, and said to be two; *requests* to the examined deployment in one run;
-*taken for*: what was ranked first instead."""
+*taken for*: what was ranked first instead. No longer on the list of pairs, because one fault hides the other from every
+instrument: N3 or F11 with any other fault, and F05+F12."""
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Summary:
