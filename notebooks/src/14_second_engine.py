@@ -97,6 +97,17 @@ print({f"{name}, {'up to' if low else 'beyond'} the budget": len(values) for (na
 # Zero, to the last digit, at all ten lengths; so are the 20 repeats. Beyond 2,048 tokens nothing is equal, neither pair and
 # single server nor an arm and itself: as in vLLM, the noise begins where entries must be selected. It is not one engine's.
 #
+# That was the first step. Guess what the other seven steps of an answer do at 2,047 and 2,048 tokens.
+
+# %%
+whole = tables["pair against one server"].set_index("target_tokens")["worst_step"]
+fits = whole.index + 8 <= budget  # the prompt and its answer of eight tokens
+assert (whole[fits] == 0).all() and fits.sum() == 8 and whole[[budget - 1, budget]].between(0.05, 0.1).all()
+print({int(tokens): round(float(nats), 2) for tokens, nats in whole[whole.index <= budget].items()})
+
+# %% [markdown]
+# The answer itself grows beyond the budget there, and the noise begins with its first token that has to select.
+#
 # ## Cold and warm, proved
 #
 # Each prompt was sent cold, at once again, and cold once more. Guess how many of 32,000 tokens are cached the second time.
@@ -208,7 +219,8 @@ print(f"{sum(same.values())} of {len(same)}")
 
 # %%
 print(
-    f"SGLang's pair equals its single server exactly up to {budget:,} tokens; beyond, no arm equals even itself. "
+    f"SGLang's pair equals its single server exactly while prompt and answer fit {budget:,} tokens; beyond, no arm equals "
+    "even itself. "
     f"Its pages arrive whole: {len(sent)} pools of DeepSeek-V3.2 compared entry by entry, {len(same)} of DeepSeek-V4 by digest."
 )
 
