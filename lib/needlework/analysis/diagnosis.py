@@ -160,7 +160,6 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     if (second := _second(trials, evidence, ranked[0], seen)) is not None and measured >= 2 * FEW:
         verdict, causes = "two causes", (ranked[0].code, second.code)
         ranked = (ranked[0], second, *[r for r in ranked[1:] if r.code != second.code])
-        confidence = "moderate" if confidence == "weak" else confidence
     return Diagnosis(
         verdict,
         confidence,
