@@ -11,6 +11,7 @@ from mock_endpoint import mock_endpoint
 from needlework import probes
 from needlework.probes import Limits
 from needlework.probes.cli import main
+from needlework.probes.recall import describe
 
 SMALL = {"lengths": (300, 600, 1200), "depths": (0.2, 0.8)}
 
@@ -161,6 +162,13 @@ def test_drift():
     with mock_endpoint(lose=lambda n, p, c, ordinal: ordinal > 18) as mock:
         sick = probes.drift(mock.base_url, canaries=24, length=300)
     assert sick.verdict == "finding" and 10 <= sick.details["drift"].onset <= 14
+
+
+def test_a_length_at_which_nothing_was_measured_is_not_called_held():
+    rows = [{"target_tokens": n, "outcome": "exact" if n < 3000 else "transport"} for n in (1000, 2000, 3000)]
+    sentence, verdict = describe(rows)
+    assert verdict == "not proven" and sentence.startswith("Nothing was measured at 3,000 tokens")
+    assert describe(rows[:2])[1] == "healthy"
 
 
 def test_coherence_cannot_see_what_recall_sees():

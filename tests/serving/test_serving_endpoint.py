@@ -240,6 +240,7 @@ def test_scrub_keeps_words_and_removes_secrets():
     line = scrub(text, secrets=("host.example",))
     for gone in ("abcdef123456", "host.example", "pw", "2001:db8", "\x1b", "\u202e"):
         assert gone not in line
+    assert scrub("error sending request for url (http://[::]:33301/v1/chat)") == "error sending request for url ([url])"
     assert scrub("prompt of 4,096 tokens is too long") == "prompt of 4,096 tokens is too long"
     assert len(scrub("word " * 1000)) == 300
 

@@ -117,11 +117,15 @@ def describe(rows: list[Row]) -> tuple[str, str]:
     hits, measured = outcomes(rows)
     if not measured:
         return "Nothing was measured.", "not proven"
-    if hits == measured:
-        return f"Recall holds at every length and depth tried: {share(rows)}.", "healthy"
     by: dict[int, list[Row]] = {}
     for row in rows:
         by.setdefault(row["target_tokens"], []).append(row)
+    if hits == measured:
+        silent = [n for n, members in sorted(by.items()) if not outcomes(members)[1]]
+        if silent:
+            said = f"Nothing was measured at {_listed(silent)} tokens; elsewhere recall holds: {share(rows)}."
+            return said, "not proven"
+        return f"Recall holds at every length and depth tried: {share(rows)}.", "healthy"
     if not any(surprising(*outcomes(r), tests=len(by) + 1) for r in (rows, *by.values())):
         return (
             f"Recall holds as far as {measured} trials can tell ({share(rows)}); a stray miss proves nothing.",

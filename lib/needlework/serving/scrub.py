@@ -6,7 +6,7 @@ import functools
 import re
 from urllib.parse import urlsplit
 
-_URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,15}://[^\s'\"<>)\]]*", re.IGNORECASE)
+_URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,15}://(?:[^\s'\"<>()\[\]/]*\[[^\s\]]*\])?[^\s'\"<>)\]]*", re.IGNORECASE)
 _BEARER = re.compile(r"\b(bearer|basic|token|api[-_ ]?key)\b(\s*[:=]?\s*)[\"']?[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE)
 _KEYLIKE = re.compile(r"\b(?:sk|hf|pk|rk|gh[pousr]|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{12,}")
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b")
