@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from needlework.analysis.diagnosis import diagnose
@@ -97,3 +98,10 @@ def test_the_reproduction_script_runs(tmp_path):
         server.shutdown()
         server.server_close()
     assert out.count("found") >= 2 and "lost: 'no prior context'" in out
+
+
+def test_the_shipped_ledger_says_what_the_verdict_notebook_says():
+    root = Path(__file__).parents[2]
+    kept = Ledger.load(root / "data/incidents/context-loss/ledger.json")
+    assert kept.verdict.startswith("Most likely: F14")
+    assert json.dumps(kept.verdict)[1:-1] in (root / "notebooks/11_verdict.ipynb").read_text("utf-8")
