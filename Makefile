@@ -11,7 +11,7 @@ test: .venv/.ready  ## set up, lint, type-check, run the tests
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check lib tests benchmarks notebooks/src
 	$(PY) -m mypy
-	$(PY) -m pytest -n 3 --dist worksteal
+	$(PY) -m pytest -n 2 --dist worksteal
 
 # ---- optional ----
 
