@@ -28,7 +28,9 @@ AGAIN = ("00_start_here", "01_collect_evidence")
 MACHINE = re.compile(r"/(?:home|Users|work|farm|tmp)/\w|\blocalhost:\d{4,5}|0x[0-9a-f]{9,}")
 MODULES = re.compile(r"\b(?:needlework|pages|probes|workbook)(?:\.[a-z_]+)+")  # `needlework.pages.io` is no host name
 
-pytestmark = pytest.mark.parametrize("name", TWINS)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    metafunc.parametrize("name", AGAIN if metafunc.function is test_same_bytes_when_executed_again else TWINS)
 
 
 def twin(name: str) -> NotebookNode:
@@ -160,8 +162,6 @@ def test_page_of_this_notebook_alone_passes_the_report_check(name: str) -> None:
 
 
 def test_same_bytes_when_executed_again(name: str) -> None:
-    if name not in AGAIN:
-        pytest.skip("executed by `needlework run`; only the quick ones are executed here too")
     fresh = asyncio.run(runner.execute(TWINS[name], root=ROOT))
     before = committed(name)
     if fresh.metadata["needlework"]["versions"] != before.metadata["needlework"]["versions"]:
