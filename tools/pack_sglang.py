@@ -24,7 +24,6 @@ import pack_vllm  # these two beside this file
 import record_sglang
 import torch
 from needlework import analysis, pages
-from needlework.evidence import Bundle
 
 LAYOUTS = {"index": "dsa-index-fp8", "mla": "v32-mla-fp8"}
 LAYER, BUDGET, TAIL, ROLES = 1, 2048, 28, ("combined", "prefill", "decode")
@@ -183,9 +182,7 @@ def main() -> int:
     parser.add_argument("--bundle", type=Path, required=True)
     parser.add_argument("--folder", action="append", default=[], help="PATH=NAME: write NAME where evidence says PATH")
     options = parser.parse_args()
-    for part in ("runs", "pages", "evidence"):
-        shutil.rmtree(options.bundle / part, ignore_errors=True)
-        (options.bundle / part).mkdir(parents=True)
+    pack_vllm.emptied(options.bundle)
     for run in ("power", "equality"):
         shutil.copytree(options.out / "runs" / run, options.bundle / "runs" / run,
                         ignore=shutil.ignore_patterns(".lock"))  # fmt: skip
@@ -195,13 +192,7 @@ def main() -> int:
     folders = dict(pair.split("=", 1) for pair in options.folder)
     evidence(options.out, options.v4, options.bundle / "evidence", folders)
     ledger(options.bundle).save(options.bundle / "ledger.json")
-    bundle = Bundle(options.bundle)
-    bundle.seal()
-    for problem in bundle.problems():
-        print(problem, file=sys.stderr)
-    size = sum(path.stat().st_size for path in bundle.files())
-    print(f"{len(bundle.files())} files, {size / 1e6:.2f} MB")
-    return 2 if bundle.problems() else 0
+    return pack_vllm.sealed(options.bundle)
 
 
 if __name__ == "__main__":

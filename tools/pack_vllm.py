@@ -134,6 +134,24 @@ def ledger(folder: Path) -> analysis.Ledger:
     )
 
 
+def emptied(bundle: Path) -> None:
+    """The parts that packing fills, empty."""
+    for part in ("runs", "pages", "evidence"):
+        shutil.rmtree(bundle / part, ignore_errors=True)
+        (bundle / part).mkdir(parents=True)
+
+
+def sealed(folder: Path) -> int:
+    """Seal a bundle, print its problems and its size; the exit status."""
+    bundle = Bundle(folder)
+    bundle.seal()
+    for problem in bundle.problems():
+        print(problem, file=sys.stderr)
+    size = sum(path.stat().st_size for path in bundle.files())
+    print(f"{len(bundle.files())} files, {size / 1e6:.2f} MB")
+    return 2 if bundle.problems() else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder that record_vllm.py filled")
@@ -141,9 +159,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="folder with config and tokenizer (default: OUT/model)")
     parser.add_argument("--folder", action="append", default=[], help="PATH=NAME: write NAME where evidence says PATH")
     options = parser.parse_args()
-    for part in ("runs", "pages", "evidence"):
-        shutil.rmtree(options.bundle / part, ignore_errors=True)
-        (options.bundle / part).mkdir(parents=True)
+    emptied(options.bundle)
     shutil.copytree(options.out / "runs", options.bundle / "runs", dirs_exist_ok=True,
                     ignore=shutil.ignore_patterns(".lock"))  # fmt: skip
     blocks = {row["fault"]: row["blocks"] for row in json.loads((options.out / "evidence/dumps.json").read_text())
@@ -162,13 +178,7 @@ def main() -> int:
     folders = dict(pair.split("=", 1) for pair in options.folder)
     evidence(options.out, options.bundle / "evidence", options.model or options.out / "model", folders)
     ledger(options.bundle).save(options.bundle / "ledger.json")
-    bundle = Bundle(options.bundle)
-    bundle.seal()
-    for problem in bundle.problems():
-        print(problem, file=sys.stderr)
-    size = sum(path.stat().st_size for path in bundle.files())
-    print(f"{len(bundle.files())} files, {size / 1e6:.2f} MB")
-    return 2 if bundle.problems() else 0
+    return sealed(options.bundle)
 
 
 if __name__ == "__main__":
