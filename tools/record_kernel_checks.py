@@ -1,15 +1,18 @@
 """Runs check() on every candidate that is present, one process a pair, and writes what each found as JSON.
 
 python tools/record_kernel_checks.py --out FILE [--limit SECONDS] [--sizes small full] [--only CANDIDATE …]
+python tools/record_kernel_checks.py --merge FILE --out RECORD     # its rows take the place of the same rows in RECORD
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
 import multiprocessing
 import os
+import subprocess
 import time
 from concurrent.futures import ProcessPoolExecutor, TimeoutError, as_completed
 from pathlib import Path
@@ -37,6 +40,26 @@ def run(pair: tuple[str, str], size: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def merge(newer: Path, record: Path) -> None:
+    """Rows of `newer` take the place of the same ones in `record`, and say when they were made."""
+    new, old = json.loads(newer.read_text()), json.loads(record.read_text())
+    if (new["card"], new["torch"]) != (old["card"], old["torch"]):
+        raise SystemExit(f"{newer.name} was made on {new['card']} with torch {new['torch']}, {record.name} otherwise")
+    made = {"date": new["date"], "driver": new["driver"]}
+    rows = {(r["candidate"], r["operation"], r["size"]): r for r in old["results"]}
+    rows |= {(r["candidate"], r["operation"], r["size"]): r | made for r in new["results"]}
+    old["results"] = sorted(rows.values(), key=lambda r: (r["operation"], r["candidate"]))
+    record.write_text(json.dumps(old, separators=(",", ":"), ensure_ascii=True) + "\n")
+
+
+def driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "none"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -44,7 +67,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", choices=("small", "full"), default=["small", "full"], help="in order")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--only", nargs="+", metavar="CANDIDATE", help="these candidates and no others")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="of an earlier --out; runs nothing")
     options = parser.parse_args()
+    if options.merge:
+        return merge(options.merge, options.out)
     import torch
     from needlework.kernels.public import PUBLIC
 
@@ -74,7 +100,7 @@ def main() -> None:
     record = {
         "card": card, "torch": torch.__version__, "command": f"python tools/record_kernel_checks.py --out FILE{only}",
         "results": sorted(results, key=lambda r: (r["operation"], r["candidate"])), "not_finished": late,
-        "absent": absent,
+        "absent": absent, "driver": driver(), "date": datetime.date.today().isoformat(),
     }  # fmt: skip
     options.out.write_text(json.dumps(record, indent=1) + "\n")
     print("not finished:", late or "none", "absent:", absent or "none", flush=True)

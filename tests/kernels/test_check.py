@@ -86,6 +86,19 @@ def test_coverage_says_what_could_not_be_seen_here():
     assert "no CUDA device" in coverage["how"].tolist()
 
 
+def test_a_fault_in_the_launch_for_many_rows_passes_few_rows_and_is_caught():
+    def many_rows_skip_the_last_block(q, pool, indices, **more):
+        if len(q) > 16:
+            indices = indices[:, : indices.shape[1] // 128 * 128 - 128]
+        return ref.sparse_mla_decode(q, pool, indices, **more)
+
+    cases = {case.kind: case for case in suite("sparse_mla_decode", "full")}
+    few, many = (check(many_rows_skip_the_last_block, "sparse_mla_decode", [cases[kind]], device="cpu", fail_fast=True)
+                 for kind in ("16 rows", "17 rows"))  # fmt: skip
+    assert few.passed and many.passed is False
+    assert cases["V3.2, 64 rows of 2,048"].batch > 16 > cases["V3.2, 4 rows of 2,048"].batch
+
+
 def test_uninitialised_memory_is_seen():
     def reads_fresh_memory(logits, lengths, k, page_table=None, *, page_tokens=64):
         fresh = torch.empty((len(logits), k), dtype=torch.int32)

@@ -146,6 +146,7 @@ def reused(op: Operation, function, cases: list[Case], device: str) -> tuple[lis
     picked = [c for c in cases if {"batch", "lengths", "holes"} & set(c.covers) and "long" not in c.covers][
         :3
     ] or cases[:3]
+    picked += [c for c in cases if "many rows" in c.covers and c not in picked]  # launched otherwise than few rows
     captured, empty = False, ""
     for case in picked:
         ways = ("reuse", "graph", "stream") if device == "cuda" else ("reuse",)

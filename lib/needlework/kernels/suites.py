@@ -147,6 +147,17 @@ def _decode(full: bool, s: int) -> Iterator[Case]:
         yield DecodeCase("many rows", s + 24, batch=64, keys=512, holes=0.1, sink="random", covers=("batch",),
                          optional=SINK)  # fmt: skip
         yield DecodeCase("2,048 entries", s + 25, batch=3, keys=2048, covers=("lengths",))
+        # A kernel is tuned for few rows and for many, and 132 multiprocessors part them here at 16 and 17
+        yield DecodeCase("16 rows", s + 26, batch=16, keys=512, holes=0.1, covers=("batch",))
+        yield DecodeCase("17 rows", s + 27, batch=17, keys=512, holes=0.1, covers=("batch", "many rows"))
+        yield DecodeCase("33 rows, limited index list", s + 28, batch=33, keys=448, limited=True,
+                         covers=("limits", "batch"), optional="topk_length")  # fmt: skip
+        yield DecodeCase("20 rows, two caches", s + 29, batch=20, extra_keys=192, sink="random",
+                         covers=("two caches", "batch"), optional="a second cache")  # fmt: skip
+        yield DecodeCase("V3.2, 4 rows of 2,048", s + 30, layout="v32-mla-fp8", batch=4, keys=2048, holes=0.1,
+                         covers=("layouts", "batch"), optional=OTHER_LAYOUT)  # fmt: skip
+        yield DecodeCase("V3.2, 64 rows of 2,048", s + 31, layout="v32-mla-fp8", batch=64, keys=2048, holes=0.1,
+                         covers=("layouts", "many rows"), optional=OTHER_LAYOUT)  # fmt: skip
 
 
 def _merge(full: bool, s: int) -> Iterator[Case]:
