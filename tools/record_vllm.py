@@ -119,14 +119,14 @@ def write_checkpoint(source: Path, target: Path, seed: int = 0) -> dict[str, Any
 # ---- servers ----
 
 
-def command(role: str, model: Path, port: int, name: str = MODEL) -> list[str]:
+def command(role: str, model: Path, port: int, name: str = MODEL, seqs: int = 8) -> list[str]:
     """The server's command line. Sizes are given, so that three servers can start at once on one GPU."""
     transfer = json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", name,
         "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--enable-prompt-tokens-details",
         "--kv-cache-dtype", "fp8_ds_mla", "--block-size", str(BLOCK), "--max-model-len", "32768",
-        "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--gpu-memory-utilization", "0.15",
+        "--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", str(seqs), "--gpu-memory-utilization", "0.15",
         "--kv-cache-memory-bytes", str(CACHE_BYTES), "--worker-extension-cls", "vllm_worker.Extension",
         *(["--kv-transfer-config", transfer] if role != "combined" else []),
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def serve(options: argparse.Namespace) -> None:
         number = ROLES.index(role)
         environment = os.environ | switches | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(options.port + 50 + number)}
         with open(options.out / f"{role}.log", "wb") as log:
-            line = command(role, options.out / "model", options.port + number, options.name)
+            line = command(role, options.out / "model", options.port + number, options.name, options.seqs)
             child = subprocess.Popen(line, stdout=log, stderr=log, env=environment, start_new_session=True)
         pids[role] = child
     known = options.out / "pids.json"
@@ -426,6 +426,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8300, help="three ports from here, and three from here + 50")
     parser.add_argument("--roles", default=",".join(ROLES), help="which servers to start or to prepare")
     parser.add_argument("--name", default=MODEL, help="the model's name as it is served")
+    parser.add_argument("--seqs", type=int, default=8, help="requests that a server computes at a time")
     parser.add_argument("--start-limit", type=float, default=300, help="seconds")
     parser.add_argument("--steps", default="power,equality,faults,dumps,check")
     options = parser.parse_args()
