@@ -54,14 +54,13 @@ def rows_of(run: Path) -> dict[str, dict]:
     return {row["trial_id"]: row for row in map(json.loads, lines)}
 
 
-def start(url: str, run: Path, in_flight: int, repeats: int) -> subprocess.Popen:
-    argv = [sys.executable, "-c", WORKER, url, str(run), str(in_flight), str(repeats)]
-    return subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+def command(url: str, run: Path, in_flight: int, repeats: int) -> list[str]:
+    return [sys.executable, "-c", WORKER, url, str(run), str(in_flight), str(repeats)]
 
 
 def kill_one(url: str, run: Path, in_flight: int, repeats: int, dice: random.Random) -> bool:
     """Start a worker and kill it a few lines on; True if it was killed, False if it came to its end first."""
-    worker = start(url, run, in_flight, repeats)
+    worker = subprocess.Popen(command(url, run, in_flight, repeats), stderr=subprocess.DEVNULL)
     wanted = len(rows_of(run)) + dice.randrange(0, 7)
     deadline = time.monotonic() + 60
     while worker.poll() is None and time.monotonic() < deadline:
@@ -92,8 +91,10 @@ def kill_runs(
                 tally.lost += len(before.keys() - now.keys())
                 tally.changed += sum(now[k] != before[k] for k in before.keys() & now.keys())
                 before = now
-            if start(mock.base_url, run, in_flight, repeats).wait(120) != 0:
-                raise RuntimeError("a run that was killed cannot be finished")
+            argv = command(mock.base_url, run, in_flight, repeats)
+            last = subprocess.run(argv, stderr=subprocess.PIPE, text=True, timeout=120)
+            if last.returncode != 0:
+                raise RuntimeError(f"a run that was killed cannot be finished: {last.stderr[-500:]}")
             final = rows_of(run)
             trials = [r for r in final.values() if r["probe"] == "recall"]
             tally.lost += CELLS * repeats - len(trials) + len(before.keys() - final.keys())
@@ -103,7 +104,7 @@ def kill_runs(
             tally.sent_again += again
             tally.excess += max(0, again - in_flight * here)
             asked = len(mock.chats)
-            start(mock.base_url, run, in_flight, repeats).wait(120)
+            subprocess.run(argv, stderr=subprocess.DEVNULL, timeout=120)
             tally.excess += len(mock.chats) - asked  # a finished run sends nothing
         tally.kills += here
         tally.runs += 1

@@ -11,6 +11,7 @@ import pytest
 from mock_endpoint import mock_endpoint
 from needlework.analysis import load_trials
 from needlework.probes import Journal, Recorded, recall
+from needlework.serving import Endpoint
 
 
 def row(i, outcome="exact"):
@@ -110,7 +111,7 @@ def test_the_kill_test_sees_a_journal_that_loses_lines(tmp_path, monkeypatch):
     seen = iter([{"a": {"probe": "recall"}}, {}])
     monkeypatch.setattr(probe_kills, "rows_of", lambda run: next(seen, {}))
     monkeypatch.setattr(probe_kills, "kill_one", lambda *_: True)
-    monkeypatch.setattr(probe_kills, "start", lambda *_: SimpleNamespace(wait=lambda s: 0))
+    monkeypatch.setattr(probe_kills.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=0))
     assert probe_kills.kill_runs(tmp_path, 2).lost > probe_kills.CELLS * 2
 
 
@@ -142,3 +143,23 @@ def test_resume_after_failures_retries_only_those(tmp_path):
         assert len(mock.chats) - sent == 2 and second.table["measured"].sum() == 9
     trials = load_trials(tmp_path / "run").query("probe == 'recall'")
     assert len(trials) == 9 and set(trials["outcome"]) == {"exact"}  # of a retried trial the last row counts
+
+
+def first_lines(run, mock, **options):
+    """First lines of the recall prompts that a run sends."""
+    before = len(mock.chats)
+    recall(options.pop("endpoint", mock.base_url), run, lengths=(300,), depths=(0.5,), repeats=2, **options)
+    return {chat["messages"][0]["content"].split("\n")[0] for chat in mock.chats[before:]}
+
+
+def test_a_second_run_does_not_meet_what_the_first_left_in_the_cache(tmp_path):
+    with mock_endpoint() as mock:
+        first = first_lines(tmp_path / "a", mock)
+        assert not first & first_lines(tmp_path / "b", mock)  # another folder
+        assert not first & first_lines(None, mock)  # none
+        cut = (tmp_path / "a" / "trials.jsonl").read_bytes().splitlines(keepends=True)
+        (tmp_path / "a" / "trials.jsonl").write_bytes(b"".join(cut[:-2]))
+        again = first_lines(tmp_path / "a", mock)
+        assert again and again <= first  # the same run goes on with its own prompts
+        told = Endpoint(mock.base_url, repeatable=True)
+        assert first_lines(None, mock, endpoint=told) & first_lines(None, mock, endpoint=told)

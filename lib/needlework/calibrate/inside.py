@@ -211,7 +211,8 @@ def start_inside(
         if mode == "pd":
             entry = Router(apps["prefill"], apps["decode"], workers["prefill"].transfer.port)
         servers = {role: Endpoint("http://inside", transport=app) for role, app in apps.items()}
-        yield InsideDeployment(mode, Endpoint("http://inside", transport=entry), servers, planted, entry)
+        front = Endpoint("http://inside", transport=entry, repeatable=True)
+        yield InsideDeployment(mode, front, servers, planted, entry)
     finally:
         for worker in workers.values():
             worker.stop()

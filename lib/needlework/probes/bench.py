@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,6 +243,8 @@ class Bench:
                 f"this run folder measured {known.get('engine')} with model {known.get('model')!r}, not "
                 f"{now['engine']} with {now['model']!r}; use another folder"
             )
+        if not self.endpoint.repeatable and not self.journal.rows:  # a resumed run keeps the one that it has
+            self.journal.note(run_salt=self.journal.salt or secrets.token_hex(6))
         self.journal.note(targets={self.arm or "single": now})
         for note in found.notes:
             self.warn(note)

@@ -34,7 +34,10 @@ class Builder:
             if len(self._built) > KEPT:
                 self._built.pop(next(iter(self._built)))
             try:
-                prompt = await build(spec, self._count if counted else None, ratio, tolerance=self.tolerance)
+                prompt = await build(
+                    spec, self._count if counted else None, ratio,
+                    tolerance=self.tolerance, run_salt=self.journal.salt,
+                )  # fmt: skip
             except TransportError as error:
                 raise RuntimeError(f"the endpoint's tokenize route fails: {error.reason}") from None
             self._built[key] = prompt

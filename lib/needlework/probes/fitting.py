@@ -43,7 +43,9 @@ class Ratio:
         return (tokens - self.template) * self.characters
 
 
-async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0) -> Prompt:
+async def build(
+    spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0, run_salt: str = ""
+) -> Prompt:
     """Build the prompt of `spec`, `tolerance` tokens from its target at most, by asking `count`.
 
     Without `count` the length is an estimate by `ratio` and the prompt says `exact=False`; the server's own usage then
@@ -51,10 +53,10 @@ async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, to
     the question.
     """
     mean = sum(map(len, lines(spec.genre, f"a/{spec.seed}/{spec.genre}", 32))) / 32
-    empty = len(assemble(spec, 0, 0)[0])
+    empty = len(assemble(spec, 0, 0, run_salt)[0])
     guess = max(0, round((ratio.length(spec.target_tokens) - empty) / mean))
     if count is None:
-        text, prefix = assemble(spec, guess, 0)
+        text, prefix = assemble(spec, guess, 0, run_salt)
         tokens = ratio.tokens(len(text))
         return _finish(spec, text, prefix, tokens, False, round(len(prefix) / ratio.characters) if prefix else None)
 
@@ -62,7 +64,7 @@ async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, to
 
     async def measure(n: int, pad: int) -> int:
         if (n, pad) not in seen:
-            text = assemble(spec, n, pad)[0]
+            text = assemble(spec, n, pad, run_salt)[0]
             seen[n, pad] = await count([{"role": "user", "content": text}])
             ratio.learn(text, seen[n, pad])
         return seen[n, pad]
@@ -72,7 +74,7 @@ async def build(spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, to
     for _ in range(6):
         short = spec.target_tokens - await measure(n, pad)
         if abs(short) <= tolerance:
-            text, prefix = assemble(spec, n, pad)
+            text, prefix = assemble(spec, n, pad, run_salt)
             needle = await count([{"role": "user", "content": prefix}]) if prefix else None
             bare = await measure_empty(count) if needle is not None else 0
             return _finish(spec, text, prefix, seen[n, pad], True, None if needle is None else max(0, needle - bare))

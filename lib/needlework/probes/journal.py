@@ -90,6 +90,11 @@ class Journal:
         """The folder's name; a run under way (`10_pd.part`) has the one that it will have when it is whole."""
         return _NAME.sub("-", self.path.name.removesuffix(UNFINISHED)) if self.path is not None else "memory"
 
+    @property
+    def salt(self) -> str:
+        """What the first lines of this run's prompts are mixed with; "" in a run that was begun without."""
+        return str(self.manifest.get("run_salt", ""))
+
     def get(self, trial_id: str, *, final: bool = False) -> dict[str, Any] | None:
         """The row of a finished trial. A `transport` row is not finished, unless `final` (replay) takes it as it is."""
         row = self.rows.get(trial_id)

@@ -57,10 +57,15 @@ def lines(genre: str, seed: str, count: int, forbidden: tuple[str, ...] = ()) ->
     return picked
 
 
-def assemble(spec: PromptSpec, n_lines: int, pad: int) -> tuple[str, str]:
-    """(text of the message, text before the asked value) with `n_lines` record lines and `pad` padding words."""
+def assemble(spec: PromptSpec, n_lines: int, pad: int, run_salt: str = "") -> tuple[str, str]:
+    """(text of the message, text before the asked value) with `n_lines` record lines and `pad` padding words.
+
+    run_salt    another first line for the same specification, see `Journal.salt`
+    """
     facts, question, _ = facts_of(spec)
     salt = spec.salt or digest(spec.as_dict(), 12)
+    if run_salt:
+        salt = digest([run_salt, salt], 12)
     head = [f"Set {salt[:4]} {salt[4:8]} {salt[8:]}.\n", "Read these notes. A question follows at the end.\n"]
     avoid = tuple(f.value for f in facts if f.value and len(f.value) < 6 and not f.value.isdigit())
     asked = facts[spec.ask] if spec.control not in ("absent", "in_question") else None

@@ -34,6 +34,8 @@ class Endpoint:
     metrics_url     where /metrics answers when not here (a router serves it on a port of its own)
     cache_url       the server whose prefix cache counts when an answer cannot say so (the prefill server of a pair)
     extra           fields merged into every generation request, for example {"chat_template_kwargs": {...}}
+    repeatable      True: every run sends the same bytes, for a deployment that was started for it. False: each run's
+                    prompts get first lines of their own, or what an earlier run left in the prefix cache answers
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Endpoint:
         metrics_url: str | None = None,
         cache_url: str | None = None,
         extra: dict[str, Any] | None = None,
+        repeatable: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
     ):
         self.base_url = _clean(base_url)
@@ -57,6 +60,7 @@ class Endpoint:
         self.timeout_s = float(timeout_s)
         self.max_body_bytes = int(max_body_bytes)
         self.extra = dict(extra or {})
+        self.repeatable = repeatable
         self.capabilities: Any = None  # filled by dialects.probe, once
         self._key = api_key
         self._max_connections = max_connections

@@ -221,7 +221,7 @@ def _endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
     deployment = deployments[arm]
     # a router has no /tokenize of its own; the prefill worker's is the one that counts
     tokenizer_url = getattr(deployment, "prefill_url", None) if arm == "pd" else None
-    return Endpoint(deployment.base_url, tokenizer_url=tokenizer_url)
+    return Endpoint(deployment.base_url, tokenizer_url=tokenizer_url, repeatable=True)
 
 
 # ---- a real engine ----
