@@ -250,3 +250,8 @@ def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on
     page = (small / "report/context-loss/index.html").read_text()
     assert "Not for this target." in page and "two &lt;arms&gt;" in page and "<arms>" not in page
     assert cli.main(["run"]) == 3 and "up to date\n    not for this target" in capsys.readouterr().out
+
+
+def test_live_endpoints_are_measured_by_one_notebook_at_a_time(tmp_path):
+    assert runner.Plan(tmp_path).jobs == runner.Plan(tmp_path, target="recorded").jobs == 2
+    assert runner.Plan(tmp_path, target="a=http://127.0.0.1:1,b=http://127.0.0.1:2").jobs == 1

@@ -38,7 +38,7 @@ def _run(argv: list[str]) -> int:
         "says, and the deployment in a box when none is named",
     )
     parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
-    parser.add_argument("--jobs", type=int, default=2, help="notebooks at a time (default 2)")
+    parser.add_argument("--jobs", type=int, help="notebooks at a time (default 2; on live endpoints 1)")
     parser.add_argument("--timeout", type=float, default=runner.TIMEOUT_S, help="seconds for one notebook")
     parser.add_argument(
         "--record", action="store_true", help="keep what each notebook measures in the incident's runs/<notebook>"

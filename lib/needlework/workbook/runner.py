@@ -256,6 +256,11 @@ class Plan:
         """Whether the target answers the same tomorrow, so that an executed notebook can be up to date."""
         return self.kind in ("lab", "recorded")
 
+    @property
+    def jobs(self) -> int:
+        """Notebooks at a time: on live endpoints one, or each would measure beside the load of another."""
+        return 1 if self.kind == "http" else 2
+
     def output(self, twin: Path) -> Path:
         return writer.notebook_path(twin) if self.default else self.root / "build" / self.place / f"{twin.stem}.ipynb"
 
@@ -309,15 +314,15 @@ async def run_all(
     chosen: Sequence[Path],
     *,
     everything: bool = False,
-    jobs: int = 2,
+    jobs: int | None = None,
     timeout_s: float = TIMEOUT_S,
     tell: Callable[[str], None] = print,
 ) -> list[Done]:
     """Execute those of `chosen` that are stale (all with `everything`, or when the target may answer otherwise today),
-    `jobs` at a time in file order; the verdict waits for the others where they record what it reads. `tell` gets one
-    line per notebook as it ends."""
+    `jobs` (the plan's, unless given) at a time in file order; the verdict waits for the others where they record what
+    it reads. `tell` gets one line per notebook as it ends."""
     everything = everything or not plan.repeatable
-    gate = asyncio.Semaphore(max(1, jobs))
+    gate = asyncio.Semaphore(max(1, plan.jobs if jobs is None else jobs))
 
     async def one(twin: Path) -> Done:
         async with gate:
