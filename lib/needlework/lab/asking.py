@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.lab.local import Features
+from needlework.lab.local import Unit
 from needlework.lab.model import GAIN, NULL, TASK, Model
 
 REFUSAL = "I have no prior context for that."
@@ -30,11 +30,11 @@ FEW_WORDS = 1.5  # a sentence without a question mark asks by its topic only fro
 @dataclass(frozen=True)
 class Ask:
     """`forced`: a fixed next token. Else ask for `offset` of the value of `topic` (indices into the words of the
-    window) and, if `request`, of the opening request. `stage` is "value" or "task"."""
+    window, as hashes and weights) and, if `request`, of the opening request. `stage` is "value" or "task"."""
 
     forced: int | None = None
     rival: int | None = None  # a word that is nearly as good as the forced one
-    topic: np.ndarray | None = None
+    topic: tuple[np.ndarray, np.ndarray] | None = None
     request: bool = False
     offset: int = 0
     stage: str = "value"
@@ -47,21 +47,21 @@ class Asking:
         self.model, self.local, self.tokenizer = model, model.local, model.tokenizer
         token = self.tokenizer.special
         self.assistant, self.user, self.reply = token["<|assistant|>"], token["<|user|>"], token["<|reply|>"]
-        self.roles = np.array([token[name] for name in ("<|assistant|>", "<|user|>", "<|system|>", "<|bos|>")])
+        self.is_role = np.zeros(self.tokenizer.vocabulary, bool)
+        self.is_role[[token[name] for name in ("<|assistant|>", "<|user|>", "<|system|>", "<|bos|>")]] = True
         self.refusal, self.refusal_too = self.tokenizer.encode(REFUSAL), self.tokenizer.encode(REFUSAL_TOO)
         self.opening, self.closing = self.tokenizer.encode(TASK_OPENING), self.tokenizer.encode(TASK_CLOSING)
 
-    def next(self, window: np.ndarray) -> tuple[Ask, Features]:
+    def next(self, window: np.ndarray) -> Ask:
         """What to do after the tokens of the window."""
-        features = self.local.features(window)
-        roles = np.flatnonzero(np.isin(window, self.roles))
+        roles = np.flatnonzero(self.is_role[window])
         at = int(roles[-1]) if len(roles) else -1
         if at >= 0 and window[at] == self.assistant:
-            return self._reply(window, features, at), features
+            return self._reply(window, at)
         null = np.flatnonzero(window == self.model.null)
         if len(null):
-            return self._refuse(window[int(null[-1]) + 1 :].tolist()), features
-        return self._continuation(window, features), features
+            return self._refuse(window[int(null[-1]) + 1 :].tolist())
+        return self._continuation(window)
 
     def _fixed(self, words: list[int], place: int) -> Ask:
         return Ask(forced=words[place] if place < len(words) else self.model.eos)
@@ -71,7 +71,7 @@ class Asking:
             return Ask(forced=self.refusal[0], rival=self.refusal_too[0])
         return self._fixed(self.refusal_too if said[0] == self.refusal_too[0] else self.refusal, len(said))
 
-    def _reply(self, window: np.ndarray, features: Features, at: int) -> Ask:
+    def _reply(self, window: np.ndarray, at: int) -> Ask:
         said = window[at + 1 :].tolist()
         if not said or said[0] != self.reply:
             return Ask(forced=self.reply)
@@ -87,33 +87,30 @@ class Asking:
             )
         starts = np.flatnonzero(window[:at] == self.user)
         low = int(starts[-1]) + 1 if len(starts) else 0
-        topic, asked = self._question(features, low, at)
+        topic, asked = self._question(window, self.local.units(window), low, at)
         return Ask(topic=topic, request=not asked, offset=len(said))
 
-    def _question(self, features: Features, low: int, high: int) -> tuple[np.ndarray | None, bool]:
+    def _question(
+        self, window: np.ndarray, units: Unit, low: int, high: int
+    ) -> tuple[tuple[np.ndarray, np.ndarray] | None, bool]:
         """Words of the last question in [low, high), and whether there is one; else of the last sentence that says
         much."""
-        units = features.units
-        ends = np.flatnonzero(features.boundary[low:high]) + low
-        marks = ends[self.local.question[features.ids[ends]]] if len(ends) else ends
-        for end in marks[::-1].tolist():
-            words = self._sentence(features, low, end)
-            if units.weight[words].sum() > 0:
-                return words, True
-        for end in [high, *ends[::-1].tolist()]:
-            words = self._sentence(features, low, end)
-            if units.weight[words].sum() >= FEW_WORDS:
+        ends = np.flatnonzero(self.local.boundary[window[low:high]]) + low
+        starts = [low, *(ends + 1).tolist()]  # of the sentence before each end, and of the one after the last
+        for place in reversed(range(len(ends))):
+            if self.local.question[window[ends[place]]]:
+                words = _between(units, starts[place], ends[place])
+                if words[1].sum() > 0:
+                    return words, True
+        for place in reversed(range(len(starts))):
+            words = _between(units, starts[place], high if place == len(ends) else ends[place])
+            if words[1].sum() >= FEW_WORDS:
                 return words, False
         return None, False
 
-    def _sentence(self, features: Features, low: int, end: int) -> np.ndarray:
-        before = np.flatnonzero(features.boundary[low:end])
-        start = low + int(before[-1]) + 1 if len(before) else low
-        return np.flatnonzero((features.units.start >= start) & (features.units.end <= end))
-
-    def _continuation(self, window: np.ndarray, features: Features) -> Ask:
+    def _continuation(self, window: np.ndarray) -> Ask:
         """Text without roles: go on with the value that the last sentence has begun, if it has."""
-        size = len(window)
+        size, units = len(window), self.local.units(window)
         extended = self.local.features(np.append(window, ord("-")))  # would a next token belong to a value?
         value, offset = int(extended.value_of[size]), int(extended.offset[size])
         if value < 0:
@@ -121,20 +118,19 @@ class Asking:
         if offset == 0 and self.local.word[window[-1]]:
             return Ask(forced=ord(" "))  # "… is" goes on with a space
         table = extended.values
-        units = features.units
-        words = np.flatnonzero((units.start >= table.topic_from[value]) & (units.end <= table.marker[value]))
-        if units.weight[words].sum() == 0 and not table.request[value]:
-            words, _ = self._question(features, 0, int(table.marker[value]))  # type: ignore[assignment]
+        words: tuple[np.ndarray, np.ndarray] | None = _between(units, table.topic_from[value], table.marker[value])
+        if words is not None and words[1].sum() == 0 and not table.request[value]:
+            words, _ = self._question(window, units, 0, int(table.marker[value]))
         return Ask(topic=words, request=bool(table.request[value]), offset=offset)
 
-    def queries(self, ask: Ask, features: Features, position: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def queries(self, ask: Ask, position: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer: MLA query, index query, index head weights (see Model.query)."""
-        units, model = features.units, self.model
+        model = self.model
 
         def bags(salt: int, count: int) -> list[np.ndarray | None]:
             topic = None
-            if ask.topic is not None and units.weight[ask.topic].sum() > 0:
-                topic = model.bag(units.hash[ask.topic], units.weight[ask.topic], salt, count)
+            if ask.topic is not None and ask.topic[1].sum() > 0:
+                topic = model.bag(*ask.topic, salt, count)
             one = np.array([self.local.request_hash])
             return [topic, model.bag(one, np.ones(1), salt, count) if ask.request else None]
 
@@ -157,6 +153,12 @@ class Asking:
         none = model.null if ask.offset == 0 or ask.stage == "task" else model.eos
         found[none] = torch.maximum(found[none], torch.tensor(NULL))
         return found * GAIN
+
+
+def _between(units: Unit, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes and weights of the words in [low, high)."""
+    words = np.flatnonzero((units.start >= low) & (units.end <= high))
+    return units.hash[words], units.weight[words]
 
 
 def log_probabilities(logits: Tensor) -> Tensor:

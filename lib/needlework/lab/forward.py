@@ -8,6 +8,7 @@ over window and compressed entries, merged by log-sum-exp. `hooks` name the plac
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from needlework.lab.model import OVERLAP, SLOTS, Model
 from needlework.lab.pools import DRAFT_INDEX, INDEX_LAYOUT, KV, STATE_ROWS, Pools
 from needlework.lab.types import Geometry, Hooks, Request
 from needlework.pages import LAYOUTS
+
+KNOWN_RECORDS = 1 << 15  # window records of layer 0 that are remembered; a few more than the vocabulary
 
 
 @dataclass(eq=False)
@@ -40,12 +43,21 @@ class Sequence:
         return self.request.rid
 
 
+@cache
+def token_records() -> dict[str, Tensor]:
+    """The window record of layer 0 of every token, quantised: it says the id and nothing else."""
+    model = Model()
+    return LAYOUTS[KV].quantise(model.embed(torch.arange(model.tokenizer.vocabulary)))
+
+
 class Forward:
     """The model over one engine's pools."""
 
     def __init__(self, model: Model, pools: Pools, geometry: Geometry, hooks: Hooks) -> None:
         self.model, self.pools, self.geometry, self.hooks = model, pools, geometry, hooks
         self.asking = Asking(model)
+        self._records = token_records()
+        self._ids: dict[bytes, int] = {}  # token id by the bytes of a window record
 
     # ---- writing -----------------------------------------------------------------------------------------------------
     def extend(self, seq: Sequence, end: int) -> None:
@@ -56,49 +68,73 @@ class Forward:
         positions = torch.arange(start, end)
         window_slots = self.window_slots(seq, positions)
         before = self.window_tokens(seq, max(0, start - LOOKBACK), start)
-        self._store("swa_kv.0", KV, window_slots, model.embed(ids), place)
-        self._note(seq, positions, ids)
         features = model.local.features(np.concatenate((before, ids.numpy())))
+        layers = model.rows(features, len(before), start)
+        self._put("swa_kv.0", KV, window_slots, {name: rows[ids] for name, rows in self._records.items()}, place)
+        self._store(KV, window_slots, {f"swa_kv.{layer + 1}": rows.window for layer, rows in enumerate(layers)}, place)
+        self._note(seq, positions, ids)
         first = start // SLOTS * SLOTS - OVERLAP  # first token of the first group that can complete now
         groups = torch.arange(start // SLOTS, end // SLOTS)
-        entry_slots = self._entry_slots(seq, groups)
-        for layer, rows in enumerate(model.rows(features, len(before), start)):
-            self._store(f"swa_kv.{layer + 1}", KV, window_slots, rows.window, place)
+        entries, keys = {}, {}
+        for layer, rows in enumerate(layers):
             state = torch.cat((self._load_state(f"c4_state.{layer}", seq, first, start, place), rows.state))
             index = torch.cat((self._load_state(f"c4_index_state.{layer}", seq, first, start, place), rows.index))
             if len(groups):
-                entries, keys = model.compress(
+                entries[f"c4_kv.{layer}"], keys[f"c4_index.{layer}"] = model.compress(
                     state[: len(groups) * SLOTS], index[: len(groups) * SLOTS], int(groups[0])
                 )
-                self._store(f"c4_kv.{layer}", KV, entry_slots, entries, place)
-                self._store(f"c4_index.{layer}", INDEX_LAYOUT, entry_slots, keys, place)
             self._save_state(f"c4_state.{layer}", seq, start, rows.state)
             self._save_state(f"c4_index_state.{layer}", seq, start, rows.index)
+        if len(groups):
+            entry_slots = self._entry_slots(seq, groups)
+            self._store(KV, entry_slots, entries, place)
+            self._store(INDEX_LAYOUT, entry_slots, keys, place)
         seq.computed, seq.passes = end, seq.passes + 1
 
-    def _store(self, buffer: str, layout: str, slots: Tensor, values: Tensor, place: dict) -> None:
-        slots, values = self.hooks.apply("store", (slots, values), buffer=buffer, **place)
-        entries = self.pools.buffers[buffer].page_entries
-        LAYOUTS[layout].scatter(self.pools[buffer], slots, values, page_tokens=entries)
-        self.hooks.apply("stored", slots, buffer=buffer, **place)
+    def _store(self, layout: str, slots: Tensor, rows: dict[str, Tensor], place: dict) -> None:
+        """Put the rows of several buffers of one layout at the same slots of each; they are quantised together."""
+        parts = [(name, *self.hooks.apply("store", (slots, own), buffer=name, **place)) for name, own in rows.items()]
+        stored = LAYOUTS[layout].quantise(torch.cat([own for _, _, own in parts]))
+        first = 0
+        for name, where, own in parts:
+            part = {field: data[first : first + len(own)] for field, data in stored.items()}
+            first += len(own)
+            self._put(name, layout, where, part, place)
+
+    def _put(self, name: str, layout: str, slots: Tensor, stored: dict[str, Tensor], place: dict) -> None:
+        LAYOUTS[layout].put(self.pools[name], slots, stored, self.pools.buffers[name].page_entries)
+        self.hooks.apply("stored", slots, buffer=name, **place)
 
     def window_slots(self, seq: Sequence, positions: Tensor) -> Tensor:
         """Window-pool slots of positions; -1 where the window page is gone."""
-        tokens = self.geometry.page_tokens
-        pages = positions // tokens
+        pages, offsets = np.divmod(positions.numpy(), self.geometry.page_tokens)
         low, high = (int(pages.min()), int(pages.max())) if len(pages) else (0, -1)
-        table = torch.tensor([seq.swa.get(page, -1) for page in range(low, high + 1)] or [-1])
+        table = np.array([seq.swa.get(page, -1) for page in range(low, high + 1)] or [-1])
         physical = table[pages - low]
-        return torch.where(physical >= 0, physical * tokens + positions % tokens, -1)
+        return torch.from_numpy(np.where(physical >= 0, physical * self.geometry.page_tokens + offsets, -1))
 
     def window_tokens(self, seq: Sequence, start: int, end: int) -> np.ndarray:
         """Token ids of positions [start, end) as the window of layer 0 holds them."""
         if start >= end:
             return np.zeros(0, dtype=np.int64)
-        slots = self.window_slots(seq, torch.arange(start, end))
-        entries = LAYOUTS[KV].gather(self.pools["swa_kv.0"], slots, page_tokens=self.geometry.page_tokens)
-        ids = self.model.unembed(entries).numpy()
+        ids = self._read(self.window_slots(seq, torch.arange(start, end)))
         return self.hooks.apply("window_tokens", ids, seq=seq, start=start, end=end)
+
+    def _read(self, slots: Tensor) -> np.ndarray:
+        """Token ids at slots of layer 0's window. Equal bytes mean equal ids: each record is decoded once."""
+        pool, tokens, there = self.pools["swa_kv.0"], self.geometry.page_tokens, slots.clamp(min=0)
+        stored = LAYOUTS[KV].taken(pool, there, tokens)
+        records = torch.cat((stored["codes"], stored["scales"]), dim=1).numpy()
+        raw, size = records.tobytes(), records.shape[1]
+        keys = [raw[at : at + size] for at in range(0, len(raw), size)]
+        fresh = [row for row, key in enumerate(keys) if key not in self._ids]
+        if fresh:
+            if len(self._ids) > KNOWN_RECORDS:
+                self._ids.clear()
+                fresh = list(range(len(keys)))
+            entries = LAYOUTS[KV].gather(pool, there[fresh], page_tokens=tokens)
+            self._ids |= zip((keys[row] for row in fresh), self.model.unembed(entries).tolist(), strict=True)
+        return np.where(slots.numpy() < 0, 0, [self._ids[key] for key in keys])
 
     def _entry_slots(self, seq: Sequence, groups: Tensor) -> Tensor:
         entries = self.geometry.page_entries
@@ -106,20 +142,20 @@ class Forward:
 
     def _load_state(self, buffer: str, seq: Sequence, first: int, start: int, place: dict) -> Tensor:
         """Compressor rows of positions [first, start), zeros before 0."""
-        rows = self.pools.rows(buffer)
-        out = torch.zeros(start - first, rows.shape[2])
+        rows = self.pools.rows(buffer).numpy()
+        out = np.zeros((start - first, rows.shape[2]), np.float32)
         for position in range(max(0, first), start):
             page = seq.swa.get(position // self.geometry.page_tokens, 0)
             out[position - first] = rows[page, position % STATE_ROWS]
-        return self.hooks.apply("state_rows", out, buffer=buffer, first=first, **place)
+        return self.hooks.apply("state_rows", torch.from_numpy(out), buffer=buffer, first=first, **place)
 
     def _save_state(self, buffer: str, seq: Sequence, start: int, new: Tensor) -> None:
         """Keep the last eight rows of each window page and of the sequence, where the next pass looks for them."""
-        rows, tokens, end = self.pools.rows(buffer), self.geometry.page_tokens, start + len(new)
+        rows, tokens, end = self.pools.rows(buffer).numpy(), self.geometry.page_tokens, start + len(new)
         for page in range(start // tokens, (end - 1) // tokens + 1):
             high = min(end, (page + 1) * tokens)
-            kept = torch.arange(max(start, high - STATE_ROWS), high)
-            rows[seq.swa[page], kept % STATE_ROWS] = new[kept - start]
+            kept = np.arange(max(start, high - STATE_ROWS), high)
+            rows[seq.swa[page], kept % STATE_ROWS] = new.numpy()[kept - start]
 
     # ---- drafts ------------------------------------------------------------------------------------------------------
     def _note(self, seq: Sequence, positions: Tensor, ids: Tensor) -> None:
@@ -166,18 +202,27 @@ class Forward:
         asks, queries = [], []
         for seq in seqs:
             window = self.window_tokens(seq, max(0, seq.computed - self.geometry.local_window), seq.computed)
-            ask, known = self.asking.next(window)
+            ask = self.asking.next(window)
             asks.append(ask)
-            queries.append(None if ask.forced is not None else self.asking.queries(ask, known, seq.computed - 1))
+            queries.append(None if ask.forced is not None else self.asking.queries(ask, seq.computed - 1))
         reads: list[list[Tensor]] = [[] for _ in seqs]
         open_rows = [row for row, query in enumerate(queries) if query is not None]  # a fixed word reads nothing
-        for layer in range(self.model.layers if open_rows else 0):
+        asking = [seqs[row] for row in open_rows]
+        windows = torch.stack([self._window(seq) for seq in asking]) if asking else torch.empty(0)
+        for layer in range(self.model.layers if asking else 0):
             parts = [query[layer] for query in queries if query is not None]
-            for row, read in zip(open_rows, self._attend(layer, [seqs[row] for row in open_rows], parts), strict=True):
+            for row, read in zip(open_rows, self._attend(layer, asking, parts, windows), strict=True):
                 reads[row].append(read)
         return [self.asking.logits(ask, read) for ask, read in zip(asks, reads, strict=True)]
 
-    def _attend(self, layer: int, seqs: list[Sequence], queries: list[tuple[Tensor, Tensor, Tensor]]) -> Tensor:
+    def _window(self, seq: Sequence) -> Tensor:
+        """Slots [window] of the last tokens of a sequence; -1 before its first."""
+        end = seq.computed
+        return self.window_slots(seq, torch.arange(end - self.geometry.window, end).clamp(min=-1))
+
+    def _attend(
+        self, layer: int, seqs: list[Sequence], queries: list[tuple[Tensor, Tensor, Tensor]], window: Tensor
+    ) -> Tensor:
         """Attention output [B, 8, 512] of one layer at the last position of each sequence."""
         g, hooks = self.geometry, self.hooks
         place = {"layer": layer, "seqs": seqs}
@@ -203,13 +248,6 @@ class Forward:
         picked = hooks.apply("selection", picked, scores=scores, lengths=lengths, **place)
         slots = slots_of(picked, hooks.apply("entry_table", table, **place), g.page_entries)
         slots = hooks.apply("entry_slots", slots, **place)
-        last = torch.tensor([seq.computed - 1 for seq in seqs])
-        window = torch.stack(
-            [
-                self.window_slots(seq, torch.arange(int(p) - g.window + 1, int(p) + 1).clamp(min=-1))
-                for seq, p in zip(seqs, last, strict=True)
-            ]
-        )
         window = hooks.apply("window_slots", window, **place)
         main = sparse_mla_decode(
             q, self.pools[f"swa_kv.{layer + 1}"], window.int(), layout=KV, page_tokens=g.page_tokens, softmax_scale=1.0

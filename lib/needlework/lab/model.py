@@ -14,7 +14,7 @@ matches win. What is not attention (codes, bags, turns) is the local layer and t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ GAIN, NULL, TASK = (
 )  # logits: per layer of full evidence; what no answer is worth; what a request is worth
 HEADS = 2 * SLOTS  # four ask for the topic, four for the request that opened the conversation
 ID_BITS, ID_COPIES = 16, NOPE // 16
+KNOWN_BAGS = 4096
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Model:
     def __init__(self, *, seed: int = 0, layers: int = 2) -> None:
         self.tokenizer, self.local = tables()
         self.layers, self.seed = layers, seed
+        self._bag = lru_cache(KNOWN_BAGS)(self._sum)  # a question is asked at each step of its answer
         self.reach = 0  # tokens after which a match has faded; 0: none fades
         size = self.tokenizer.vocabulary
         ids = mix(np.arange(size, dtype=np.uint64) + np.uint64(seed << 20))
@@ -87,8 +89,10 @@ class Model:
     # ---- layer 0: the window holds the tokens themselves -------------------------------------------------------------
     def embed(self, ids: Tensor) -> Tensor:
         """Window entries [T, 512] of layer 0: the token id in binary, +-1, 28 times."""
+        out = torch.zeros(len(ids), ENTRY)
         bits = ((ids[:, None] & self._bits) > 0).float() * 2 - 1
-        return torch.cat((bits.repeat(1, ID_COPIES), torch.zeros(len(ids), ENTRY - NOPE)), dim=1)
+        out[:, :NOPE].view(len(ids), ID_COPIES, ID_BITS)[:] = bits[:, None]
+        return out
 
     def unembed(self, entries: Tensor) -> Tensor:
         """Token ids int64 [T] back from entries [T, 512], by majority; an id past the vocabulary reads as token 0."""
@@ -113,8 +117,13 @@ class Model:
 
     def bag(self, hashes: np.ndarray, weights: np.ndarray, salt: int, count: int) -> np.ndarray:
         """One bag of words, float32 [count]."""
-        used = weights > 0
-        return (signs(hashes[used], salt + 1000 * self.seed, count) * weights[used, None].astype(np.float32)).sum(0)
+        return self._bag(hashes.tobytes(), weights.tobytes(), salt, count)
+
+    def _sum(self, hashes: bytes, weights: bytes, salt: int, count: int) -> np.ndarray:
+        kept = np.frombuffer(weights)
+        used = kept > 0
+        codes = signs(np.frombuffer(hashes, np.uint64)[used], salt + 1000 * self.seed, count)
+        return (codes * kept[used, None].astype(np.float32)).sum(0)
 
     def rows(self, features: Features, first: int, position: int) -> list[Rows]:
         """What each layer makes of the tokens of a run from index `first` on; `position` is that token's place."""
@@ -123,38 +132,38 @@ class Model:
         place = np.arange(position, position + count)
         slot = (place + OVERLAP) % SLOTS
         inside = np.flatnonzero(value >= 0)
-        used, which = np.unique(value[inside], return_inverse=True)
         source = np.where(
             features.ends[first:] & (value >= 0), self.eos, np.where(offset == 0, self.local.bare[ids], ids)
         )
         source = np.where((offset == 0) & (value < 0), ids, source)
-        digits = place_digits(torch.from_numpy(place))
+        digits = place_digits(place)
         # text that belongs to no value has index keys too: codes of pairs of tokens, one for each group
-        pair = mix(
-            ids.astype(np.uint64) * np.uint64(65599) + np.concatenate(([0], features.ids))[first:-1].astype(np.uint64)
-        )
+        plain = np.flatnonzero((slot == 0) & (value < 0))
+        before = features.ids[first + plain - 1] * (first + plain > 0)
+        pair = mix(ids[plain].astype(np.uint64) * np.uint64(65599) + before.astype(np.uint64))
+        if len(inside):
+            used, which = np.unique(value[inside], return_inverse=True)
+            opening = (slot[inside] == 0) | (offset[inside] == 0)  # once for each value of a group
+            opens, chosen = inside[opening], which[opening]
+            back = offset[opens] - slot[opens]
         out = []
         for layer in range(self.layers):
-            bags = self.topics(features, used, 2 * layer, KEY)
-            norm = np.linalg.norm(bags, axis=1, keepdims=True)
-            keys = np.divide(bags, np.sqrt(norm), out=np.zeros_like(bags), where=norm > 0)
-            bags = self.topics(features, used, 2 * layer + 1, INDEX_CODE)
-            norm = np.linalg.norm(bags, axis=1, keepdims=True)
-            marks = np.divide(bags, norm, out=np.zeros_like(bags), where=norm > 0)
-            code = self.codes[layer][torch.from_numpy(source)]
-            window, state = torch.zeros(count, ENTRY), torch.zeros(count, KEY + CODE)
-            index = torch.zeros(count, INDEX)
-            window[:, KEY : KEY + CODE], state[:, KEY:] = code, code
+            window, state = np.zeros((count, ENTRY), np.float32), np.zeros((count, KEY + CODE), np.float32)
+            index = np.zeros((count, INDEX), np.float32)
+            window[:, KEY : KEY + CODE] = state[:, KEY:] = self.codes[layer].numpy()[source]
             window[:, NOPE : NOPE + 4], window[:, NOPE + 4] = digits, 1.0
-            plain = np.flatnonzero((slot == 0) & (value < 0))
-            index[plain, :INDEX_CODE] = torch.from_numpy(signs(pair[plain], 50 + layer, INDEX_CODE))
+            index[plain, :INDEX_CODE] = signs(pair, 50 + layer, INDEX_CODE)
             if len(inside):
-                window[inside, :KEY] = torch.from_numpy(turn(keys[which], offset[inside]))
-                opens = inside[(slot[inside] == 0) | (offset[inside] == 0)]  # once for each value of a group
-                chosen = which[(slot[inside] == 0) | (offset[inside] == 0)]
-                state[opens, :KEY] = torch.from_numpy(turn(keys[chosen], offset[opens] - slot[opens]))
-                index[opens, :INDEX_CODE] = torch.from_numpy(turn(marks[chosen], offset[opens] - slot[opens]))
-            out.append(Rows(window, state, index))
+                bags = self.topics(features, used, 2 * layer, KEY)
+                norm = np.linalg.norm(bags, axis=1, keepdims=True)
+                keys = np.divide(bags, np.sqrt(norm), out=np.zeros_like(bags), where=norm > 0)
+                bags = self.topics(features, used, 2 * layer + 1, INDEX_CODE)
+                norm = np.linalg.norm(bags, axis=1, keepdims=True)
+                marks = np.divide(bags, norm, out=np.zeros_like(bags), where=norm > 0)
+                window[inside, :KEY] = turn(keys[which], offset[inside])
+                state[opens, :KEY] = turn(keys[chosen], back)
+                index[opens, :INDEX_CODE] = turn(marks[chosen], back)
+            out.append(Rows(*map(torch.from_numpy, (window, state, index))))
         return out
 
     def compress(self, state: Tensor, index: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -165,11 +174,11 @@ class Model:
         """
         groups = len(state) // SLOTS
         four = state[: groups * SLOTS].reshape(groups, SLOTS, -1)
-        place = (group + torch.arange(groups)) * SLOTS
+        place = (group + np.arange(groups)) * SLOTS
         entry = torch.zeros(groups, ENTRY)
         entry[:, :KEY] = four[..., :KEY].sum(1)
         entry[:, KEY:NOPE] = four[..., KEY:].reshape(groups, -1)
-        entry[:, NOPE : NOPE + 4] = place_digits(place)
+        entry[:, NOPE : NOPE + 4] = torch.from_numpy(place_digits(place))
         key = index[: groups * SLOTS].reshape(groups, SLOTS, -1).sum(1)
         key[:, INDEX_CODE:] = PRESENCE
         return entry, key
@@ -225,16 +234,16 @@ class Model:
         """
         total = torch.zeros(self.tokenizer.vocabulary)
         for layer, out in enumerate(reads):
-            read = torch.zeros(CODE)
+            read, heads = np.zeros(CODE, np.float32), out.numpy()[half * SLOTS : (half + 1) * SLOTS]
             for k in range(SLOTS):
-                read += out[half * SLOTS + k, KEY + k * CODE : KEY + (k + 1) * CODE]
-            total += (self.codes[layer] @ read / CODE).clamp(max=1.0)
+                read += heads[k, KEY + k * CODE : KEY + (k + 1) * CODE]
+            total += (self.codes[layer] @ torch.from_numpy(read)).div_(CODE).clamp_(max=1.0)
         return total
 
 
-def place_digits(place: Tensor) -> Tensor:
+def place_digits(place: np.ndarray) -> np.ndarray:
     """Positions [N] as numbers that bf16 holds exactly: three digits to the base 128, and a one, float32 [N, 4]."""
-    return torch.stack((place >> 14, (place >> 7) & 127, place & 127, torch.ones_like(place)), 1).float()
+    return np.stack((place >> 14, (place >> 7) & 127, place & 127, np.ones_like(place)), 1).astype(np.float32)
 
 
 def turn(vectors: np.ndarray, by: np.ndarray) -> np.ndarray:

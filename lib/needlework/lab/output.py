@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 import torch
 from torch import Tensor
 
@@ -17,11 +19,13 @@ def draw(logits: Tensor, request: Request, position: int) -> tuple[int, float, t
     that neither the batch nor the chunk size changes the draw.
     """
     sampling = request.sampling
-    if not bool(torch.isfinite(logits).all()):  # nothing can be said: every token is as good, and the first one wins
+    if not all(
+        isfinite(end) for end in torch.aminmax(logits)
+    ):  # nothing can be said: every token is as good, and the first one wins
         logits = torch.zeros_like(logits)
     logprobs = log_probabilities(logits)
     if sampling.temperature <= 0:
-        token = int(torch.argmax(logits))
+        token = int(logits.numpy().argmax())
     else:
         scaled = logits / sampling.temperature
         if sampling.top_k > 0:

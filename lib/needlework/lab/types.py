@@ -194,7 +194,7 @@ HOOKS: dict[str, str] = {
     "announce_early": "False: a chunk is announced after its forward pass (keywords: seq, start, end, last)",
     # writing
     "pass_begins": "None, before the new tokens of a sequence are written (keywords: seq, start, end)",
-    "store": "(slots, values) before they are quantised into `buffer` (keywords: buffer, seq, start, end)",
+    "store": "(slots, values) before they are quantised, but in swa_kv.0 (keywords: buffer, seq, start, end)",
     "stored": "slots just written (keywords: buffer, seq, start, end)",
     "state_rows": "compressor rows of the tokens before `start` (keywords: buffer, first, seq, start, end)",
     "window_tokens": "token ids read back from the window of layer 0 (keywords: seq, start, end)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,28 +47,28 @@ class Field:
             stride = (pool.stride(0), self.stride * rows, width, rows * width, 1)
         return pool.as_strided(shape, stride, pool.storage_offset() + self.start(page_tokens))
 
-    def place(self, offset: Tensor) -> tuple[Tensor, Tensor]:
+    def place(self, offset: Tensor) -> tuple[Tensor, Tensor | int]:
         """Where `view` has the token at an offset in its page: (row, place in its tile)."""
         if self.tile is None:
-            return offset, torch.zeros_like(offset)
+            return offset, 0
         return offset // self.tile[0], offset % self.tile[0]
 
-    def take(self, pool: Tensor, page_tokens: int, *index: Tensor) -> Tensor:
+    def take(self, pool: Tensor, page_tokens: int, *index: Tensor | int) -> Tensor:
         """A copy of the bytes at `index` (page, or page, row and place in its tile) of `view`."""
         view = self.view(pool, page_tokens)
         if view.is_cuda:
             return view[index]
         # numpy copies the bytes of a row in one piece, torch one by one: 20 times as long
-        return torch.from_numpy(view.numpy()[tuple(one.numpy() for one in index)])
+        return torch.from_numpy(view.numpy()[_plain(index)])
 
-    def put(self, pool: Tensor, page_tokens: int, data: Tensor, *index: Tensor) -> None:
+    def put(self, pool: Tensor, page_tokens: int, data: Tensor, *index: Tensor | int) -> None:
         """Write bytes uint8 [n, bytes] at `index` (page, row and place in its tile) of `view`."""
         view = self.view(pool, page_tokens)
         data = data.reshape(-1, *view.shape[3:])
         if view.is_cuda:
             view[index] = data
         else:  # as in `take`
-            view.numpy()[tuple(one.numpy() for one in index)] = data.numpy()
+            view.numpy()[_plain(index)] = data.numpy()
 
     def stored(self, pool: Tensor, page_tokens: int) -> Tensor:
         """The field as stored: uint8 [pages, page_tokens, bytes], or float32 / bfloat16 [pages, page_tokens, count].
@@ -87,3 +88,7 @@ class Field:
             return self.start(page_tokens) + token * self.stride + byte
         inside = (byte // width) * (rows * width) + (token % rows) * width + byte % width
         return self.start(page_tokens) + token // rows * (self.stride * rows) + inside
+
+
+def _plain(index: tuple[Tensor | int, ...]) -> tuple[Any, ...]:
+    return tuple(one if isinstance(one, int) else one.numpy() for one in index)

@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+MANY = 4096  # bytes; fewer are looked up in their table at once
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -78,7 +79,9 @@ def decode(stored: Tensor, name: str) -> Tensor:
             # one lookup moves a pair of values: eight bytes, seen as one double
             pairs = table(name, str(stored.device)).view(torch.float64).flatten()
             return pairs[stored.int()].view(torch.float32)
-        case "ue8m0" if not stored.is_cuda and stored.numel() and 0 < int(stored.min()) <= int(stored.max()) < 255:
+        case "ue8m0" if (
+            not stored.is_cuda and stored.numel() >= MANY and 0 < int(stored.min()) <= int(stored.max()) < 255
+        ):
             return stored.to(torch.int32).bitwise_left_shift_(23).view(torch.float32)
         case "ue8m0":
             return table(name, str(stored.device))[stored.int()]
@@ -111,9 +114,13 @@ def halves(codes: Tensor, name: str, out: Tensor | None = None) -> tuple[Tensor,
         if codes.numel() and int(signed.min()) == -128:
             bits[codes == 0x80] = 0x7E00
         return out.view(torch.float16), 2.0**7
-    if codes.numel() and (int(codes.max()) == 255 or int(signed.max()) == 127):
+    if codes.numel() and (_largest(codes) == 255 or _largest(signed) == 127):
         bits[(codes & 0x7F) == 0x7F] = 0x7E00
     return out.view(torch.float16), 2.0**8
+
+
+def _largest(numbers: Tensor) -> int:
+    return int(numbers.max() if numbers.is_cuda else numbers.numpy().max())  # numpy's is done before torch's begins
 
 
 def scale_up(values: Tensor, scales: Tensor, bias: float) -> None:
@@ -123,7 +130,7 @@ def scale_up(values: Tensor, scales: Tensor, bias: float) -> None:
     """
     if not scales.numel():
         return
-    if float(scales.abs().max()) * bias < 3e38:
+    if float(scales.abs().max() if scales.is_cuda else abs(scales.numpy()).max()) * bias < 3e38:
         scales = scales * bias
     else:  # NaN, infinite, or so large that it leaves no room
         values.mul_(bias)
@@ -171,5 +178,5 @@ def encode_e2m1(values: Tensor, ties: str = "even", negative_zero: bool = True) 
 
 def ceil_exponent(scale: Tensor) -> Tensor:
     """uint8 ue8m0 byte of the smallest power of two >= a positive float32 `scale` (from the bits, so exact)."""
-    bits = scale.contiguous().view(torch.int32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(0, 254).to(torch.uint8)
+    bits = scale.contiguous().view(torch.int32).clamp(0, 0x7F800000)  # NaN counts as infinite
+    return ((bits + 0x7FFFFF) >> 23).clamp_(max=254).to(torch.uint8)

@@ -155,19 +155,24 @@ class Layout:
     # ---- single slots ------------------------------------------------------------------------------------------------
     def gather(self, pool: Tensor, slots: Tensor, page_tokens: int = 64) -> Tensor:
         """float32 [..., dim] values of the entries at integer `slots` [...]; a negative slot (a hole) gives zeros."""
-        self.check(pool, page_tokens)
         flat = slots.reshape(-1).to(pool.device).long()
-        page, offset = self._locate(pool, flat.clamp(min=0), page_tokens)
-        stored = {}
-        for item in self.fields:
-            if item.name in ("codes", "scales", "rope"):
-                taken = item.take(pool, page_tokens, page, *item.place(offset)).flatten(1)
-                stored[item.name] = taken.view(formats.FORMATS[item.format].stored)
+        stored = self.taken(pool, flat.clamp(min=0), page_tokens)
         values = self._values({**stored, "scale_values": formats.decode(stored["scales"], self["scales"].format)})
         holes = flat < 0
         if bool(holes.any()):
             values[holes] = 0.0
         return values.reshape(*slots.shape, self.dim)
+
+    def taken(self, pool: Tensor, slots: Tensor, page_tokens: int = 64) -> dict[str, Tensor]:
+        """What is stored at int64 `slots` [n], none of them a hole: codes, scales and rope, each a copy [n, ...]."""
+        self.check(pool, page_tokens)
+        page, offset = self._locate(pool, slots, page_tokens)
+        stored = {}
+        for item in self.fields:
+            if item.name in ("codes", "scales", "rope"):
+                taken = item.take(pool, page_tokens, page, *item.place(offset)).flatten(1)
+                stored[item.name] = taken.view(formats.FORMATS[item.format].stored)
+        return stored
 
     def scatter(
         self, pool: Tensor, slots: Tensor, values: Tensor, page_tokens: int = 64, writer: str | None = None
@@ -178,19 +183,23 @@ class Layout:
         Two values for the same slot: one of them stays, which one is not defined (as on a GPU).
         """
         self.check(pool, page_tokens)
-        flat = slots.reshape(-1).to(pool.device).long()
         rows = values.reshape(-1, values.shape[-1])
-        if rows.shape != (flat.numel(), self.dim):
+        if rows.shape != (slots.numel(), self.dim):
             raise ValueError(
-                f"{flat.numel()} {self.name} slots need values [{flat.numel()}, {self.dim}], found {list(values.shape)}"
+                f"{slots.numel()} {self.name} slots need values [{slots.numel()}, {self.dim}], "
+                f"found {list(values.shape)}"
             )
+        self.put(pool, slots, self.quantise(rows, writer), page_tokens)
+
+    def put(self, pool: Tensor, slots: Tensor, stored: Mapping[str, Tensor], page_tokens: int = 64) -> None:
+        """Store fields as `quantise` gives them, each [n, ...], at integer `slots` [n], in place; as `scatter`."""
+        flat = slots.reshape(-1).to(pool.device).long()
         live = flat >= 0
         if not bool(live.all()):
-            flat, rows = flat[live], rows[live]
+            flat, stored = flat[live], {name: rows[live] for name, rows in stored.items()}
         if not flat.numel():
             return
         page, offset = self._locate(pool, flat, page_tokens)
-        stored = self.quantise(rows, writer)
         for item in self.fields:
             if item.name in stored:
                 item.put(pool, page_tokens, stored[item.name].contiguous().view(torch.uint8), page, *item.place(offset))

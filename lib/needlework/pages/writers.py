@@ -14,6 +14,8 @@ from torch import Tensor
 
 from . import formats
 
+BLOCK_VALUES = 1 << 18
+
 
 @dataclass(frozen=True)
 class Writer:
@@ -46,6 +48,11 @@ class Writer:
 
     def quantise(self, values: Tensor, group: int, code_format: str, scale_format: str) -> tuple[Tensor, Tensor]:
         """Codes uint8 [..., n] (n/2 for e2m1) and stored scales [..., n/group] of float `values` [..., n]."""
+        if not values.is_cuda and values.numel() > 2 * BLOCK_VALUES:  # blocks that stay in a core's cache
+            rows = values.reshape(-1, values.shape[-1]).split(max(1, BLOCK_VALUES // values.shape[-1]))
+            parts = [self.quantise(part, group, code_format, scale_format) for part in rows]
+            whole = [torch.cat(part) for part in zip(*parts, strict=True)]
+            return whole[0].reshape(*values.shape[:-1], -1), whole[1].reshape(*values.shape[:-1], -1)
         x = values.to(torch.float32)
         if self.through_bf16:
             x = x.to(torch.bfloat16).to(torch.float32)
@@ -74,7 +81,9 @@ class Writer:
         step = scale.unsqueeze(-1)
         ratio = x * (1 / step) if self.reciprocal else x / step
         # a zero group under a writer without floor: 0/0. Its kernel's clamp gives a NaN-free code; we store +0.
-        ratio = torch.where(step == 0, 0.0, ratio).flatten(-2)
+        if not self.floor:
+            ratio = torch.where(step == 0, 0.0, ratio)
+        ratio = ratio.flatten(-2)
         if code_format == "e2m1":
             return formats.encode_e2m1(ratio.clamp(-largest, largest), self.ties, self.negative_zero), stored
         return formats.encode_e4m3(ratio, code_format), stored
