@@ -2,32 +2,26 @@
 
 Every secret becomes `<kind-N>`: the same value always becomes the same placeholder within one `Redactor`, so an
 address in a log line still joins with the same address in a unit file, and nothing in the output leads back to it.
-Our own rules come first (they know headers, units, command lines and paths); the maintained plugins of
-detect-secrets (https://github.com/Yelp/detect-secrets) run after them over what is left.
+Our own rules come first (they know headers, units, command lines and paths); maintained `plugins` run after them over
+what is left.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
+from needlework.evidence import plugins
+from needlework.evidence.clues import fold
 from needlework.evidence.escapes import HIDES, Written
-from needlework.evidence.rules import (
-    CANDIDATE,
-    FILE_NAME,
-    HOME_PATH,
-    LOGIN_AT,
-    PLUGINS,
-    RULES,
-    TRAILING,
-    UNIT_SUFFIX,
-)
+from needlework.evidence.finder import Parts, Searched
+from needlework.evidence.rules import FILE_NAME, HOME_PATH, LOGIN_AT, RULES, TRAILING, UNIT_SUFFIX
 from needlework.evidence.values import COMMON_USERS, Rule
 
 MAX_LINE_CHARS = 20_000  # a longer line is cut: patterns over megabytes of one line are a way to hang a reader
@@ -35,6 +29,9 @@ MAX_LINE_CHARS = 20_000  # a longer line is cut: patterns over megabytes of one 
 MIN_CHARS = 3  # a shorter value would turn half of a log into placeholders
 MIN_STRING_CHARS = 6
 MAX_NESTING = 3  # JSON inside JSON inside JSON
+Matches = Iterable[re.Match[str]]
+Edit = tuple[int, int, str]  # from, to, new text
+JSON = json.JSONDecoder(strict=False)
 JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 PLACEHOLDER = re.compile(r"<(?:[a-z]+-)+\d+>")
 ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]|\x9b[0-?]*[ -/]*[@-~]")
@@ -42,14 +39,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200b-\u200f\u202a-\
 
 
 @cache
-def _plugins() -> list[Any]:
-    try:
-        from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
-    except ImportError as error:  # redacting with half the rules must not pass for redacting
-        raise RuntimeError("redaction needs detect-secrets: pip install -e '.[run]'") from error
-    found: dict[str, Any] = get_mapping_from_secret_type_to_class()
-    classes = {plugin.__name__: plugin for plugin in found.values()}
-    return [classes[name]() for name in PLUGINS]
+def _parts() -> Parts:
+    return Parts([*(rule.finder for rule in RULES), *plugins.finders(), HOME_PATH, LOGIN_AT])
 
 
 def clean(text: str) -> str:
@@ -84,7 +75,7 @@ class Redactor:
         """Add host and user names; generic ones (localhost, root, …) are left alone."""
         for kind, names in (("host", hosts), ("user", users)):
             for name in names:
-                name = name.strip().lower()
+                name = fold(name.strip())
                 if (
                     len(name) >= 3
                     and name not in COMMON_USERS | {"localhost"}
@@ -94,7 +85,7 @@ class Redactor:
                     self._known[name] = kind
         if self._known:
             names_by_length = sorted(self._known, key=len, reverse=True)
-            self._known_pattern = re.compile(rf"(?i)(?<![\w-])(?:{'|'.join(map(re.escape, names_by_length))})(?![\w-])")
+            self._known_pattern = re.compile(rf"(?<![\w-])(?:{'|'.join(map(re.escape, names_by_length))})(?![\w-])")
 
     def placeholder(self, kind: str, value: str) -> str:
         key = (kind, value.lower() if kind in ("host", "user", "email") else value)
@@ -121,13 +112,13 @@ class Redactor:
 
     def _inside_strings(self, lines: list[str], depth: int = 0) -> None:
         """Redact what JSON strings say, each as a text of its own: in a journal every message stands in one."""
-        found = [
-            (number, match)
+        literals = {
+            number: JSON_STRING.findall(line)
             for number, line in enumerate(lines)
             if line.lstrip()[:1] in ("{", "[", '"')
-            for match in JSON_STRING.finditer(line)
-        ]
-        said: dict[str, str] = {match[1]: text for _, match in found if (text := _said(match[1])) is not None}
+        }
+        distinct = dict.fromkeys(itertools.chain.from_iterable(literals.values()))
+        said = {literal: text for literal in distinct if (text := _said(literal)) is not None}
         contents = list(dict.fromkeys(said.values()))
         if not contents:
             return
@@ -141,15 +132,14 @@ class Redactor:
             after = [self._alone(text) for text in single]
         new = dict(zip((text for text in contents if "\n" not in text), after, strict=True))
         new |= {text: self._alone(text) for text in contents if "\n" in text}
-        for number in {number for number, _ in found}:
-            lines[number] = JSON_STRING.sub(
-                lambda match: (
-                    match[0]
-                    if (text := said.get(match[1])) is None or (new[text] == text and _same(match[1], text))
-                    else json.dumps(new[text], ensure_ascii=False)
-                ),
-                lines[number],
-            )
+        instead = {
+            literal: json.dumps(new[text], ensure_ascii=False)
+            for literal, text in said.items()
+            if new[text] != text or ("\\" in literal and JSON.decode(f'"{literal}"') != text)
+        }
+        for number, found in literals.items():
+            if not instead.keys().isdisjoint(found):
+                lines[number] = JSON_STRING.sub(lambda match: instead.get(match[1], match[0]), lines[number])
 
     def _alone(self, text: str) -> str:
         page = Written(text)
@@ -162,19 +152,22 @@ class Redactor:
         return page.written()
 
     def _pass(self, page: Written) -> None:
+        now = Searched(page.text, _parts())
         for rule in RULES:
-            self._apply(rule, page)
-        self._detect_secrets(page)
-        self._replace(page, HOME_PATH, self._home_path)
-        if self._known_pattern:
-            self._replace(page, self._known_pattern, lambda m: self.placeholder(self._known[m[0].lower()], m[0]))
-        self._replace(page, LOGIN_AT, self._login)
+            if rule.finder.may_match(now):
+                now = _edit(page, now, self._edits_of_rule(rule, now))
+        now = _edit(page, now, self._edits_of_plugins(now))
+        now = _edit(page, now, self._edits(now, HOME_PATH.matches(now), self._home_path))
+        if self._known_pattern and any(name in now.folded for name in self._known):
+            known = self._known_pattern.finditer(now.folded)
+            now = _edit(page, now, self._edits(now, known, self._known_name))
+        _edit(page, now, self._edits(now, LOGIN_AT.matches(now), self._login))
 
-    def _apply(self, rule: Rule, page: Written) -> None:
-        placed = _spans(page.text)
+    def _edits_of_rule(self, rule: Rule, page: Searched) -> list[Edit]:
+        placed: list[tuple[int, int]] | None = None
         edits = []
-        for match in rule.pattern.finditer(page.text):
-            start, end = match.span("s" if "s" in rule.pattern.groupindex else 0)
+        for match in rule.finder.matches(page):
+            start, end = match.span("s" if "s" in match.re.groupindex else 0)
             value = page.text[start:end]
             if rule.whole:  # the name says that all of the value is secret, also around a part replaced before
                 value = TRAILING.sub("", value)
@@ -182,31 +175,35 @@ class Redactor:
                 known = PLACEHOLDER.sub("", value) != value
                 if len(value) < MIN_CHARS or (known and len(re.findall(r"\w", PLACEHOLDER.sub("", value))) < 2):
                     continue
-            elif _touches(placed, start, end):
-                continue
+            else:
+                placed = _spans(page.text) if placed is None else placed
+                if _touches(placed, start, end):
+                    continue
             if value and rule.accept(value):
                 edits.append((start, end, self.placeholder(rule.kind, value)))
-        page.replace(edits)
+        return edits
 
-    def _replace(self, page: Written, pattern: re.Pattern[str], new: Callable[[re.Match[str]], str]) -> None:
-        """Substitute, but never inside a placeholder made before."""
-        placed = _spans(page.text)
-        found = [m for m in pattern.finditer(page.text) if not _touches(placed, *m.span())]
-        page.replace([(*match.span(), new(match)) for match in found])
+    def _edits_of_plugins(self, page: Searched) -> list[Edit]:
+        edits = []
+        for number, values in plugins.values(page, PLACEHOLDER):
+            any_value = re.compile("|".join(map(re.escape, sorted(values, key=lambda v: (-len(v), v)))))
+            at = page.line_starts[number]
+            found = any_value.finditer(page.lines[number])
+            edits += [(at + m.start(), at + m.end(), self.placeholder("key", m[0])) for m in found]
+        return edits
 
-    def _detect_secrets(self, page: Written) -> None:
-        edits, at = [], 0
-        for line in page.text.split("\n"):
-            if CANDIDATE.search(PLACEHOLDER.sub("", line)):
-                values = {v for plugin in _plugins() for v in plugin.analyze_string(line) if v}
-                values = {v for v in values if not PLACEHOLDER.search(v)}
-                if values:
-                    any_value = re.compile("|".join(map(re.escape, sorted(values, key=lambda v: (-len(v), v)))))
-                    edits += [
-                        (at + m.start(), at + m.end(), self.placeholder("key", m[0])) for m in any_value.finditer(line)
-                    ]
-            at += len(line) + 1
-        page.replace(edits)
+    def _edits(self, page: Searched, matches: Matches, new: Callable[[re.Match[str]], str]) -> list[Edit]:
+        """New text for each match that is not inside a placeholder made before."""
+        placed: list[tuple[int, int]] | None = None
+        edits = []
+        for match in matches:
+            placed = _spans(page.text) if placed is None else placed
+            if not _touches(placed, *match.span()):
+                edits.append((*match.span(), new(match)))
+        return edits
+
+    def _known_name(self, match: re.Match[str]) -> str:
+        return self.placeholder(self._known[match[0]], match[0])
 
     def _login(self, match: re.Match[str]) -> str:
         if UNIT_SUFFIX.search(match[0]) or match["host"].isdigit():
@@ -261,18 +258,24 @@ def check(text: str) -> list[Leak]:
 
 
 def _said(literal: str) -> str | None:
-    """What a JSON string says, cleaned; None when it is too short to hold anything or no JSON string at all."""
+    """What a string of a cleaned line of JSON says, itself cleaned; None when it is too short to hold anything or no
+    JSON string at all."""
     if len(literal) < MIN_STRING_CHARS:
         return None
+    if "\\" not in literal:
+        return clean(literal) if len(literal) > MAX_LINE_CHARS else literal
     try:
-        return clean(json.loads(f'"{literal}"', strict=False))
+        return clean(JSON.decode(f'"{literal}"'))
     except json.JSONDecodeError:
         return None
 
 
-def _same(literal: str, text: str) -> bool:
-    """Whether cleaning left the string as it was."""
-    return bool(json.loads(f'"{literal}"', strict=False) == text)
+def _edit(written: Written, page: Searched, edits: list[Edit]) -> Searched:
+    """Make the edits, which are in order and apart; returns the text as it is then."""
+    if not edits:
+        return page
+    written.replace(edits)
+    return page.edited(written.text, (new for _, _, new in edits))
 
 
 def _spans(text: str) -> list[tuple[int, int]]:

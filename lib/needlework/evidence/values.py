@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from needlework.evidence.finder import Finder
+
 NOT_SECRET = re.compile(
     r"(?i)^(?:true|false|none|null|nil|undefined|yes|no|on|off|auto|default|disabled|enabled|required|optional|missing|"
     r"invalid|expired|unset|empty|redacted|\*+|x{3,}|\.\.\.|str|string|int|bool|bytes|\$\{?\w+\}?|%\w+%?|-?\d{1,6}(?:\.\d+)?|"
@@ -33,14 +35,14 @@ COMMON_USERS = {"root", "nobody", "daemon", "bin", "sys", "www-data", "systemd",
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of secret: the pattern's group `s` (or the whole match) is replaced when `accept` agrees.
+    """One kind of secret: the finder's group `s` (or the whole match) is replaced when `accept` agrees.
 
     `whole`: the name beside it says that all of the value is secret, so it is replaced also around a placeholder that
     an earlier rule has put into it.
     """
 
     kind: str
-    pattern: re.Pattern[str]
+    finder: Finder
     accept: Callable[[str], bool] = bool
     whole: bool = False
 
