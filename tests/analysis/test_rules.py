@@ -96,6 +96,18 @@ def test_what_the_client_cut_off_is_no_budget():
     assert presence(cut.assign(aborted=[*["by disconnect"] * 4, *[None] * 16]), "budget") == 0
 
 
+@pytest.mark.parametrize(
+    ("cold_misses", "warm_misses", "low", "high"), [(0, 6, 0.99, 1), (0, 1, 0, 0.1), (0, 0, 0, 0), (12, 6, 0.5, 0.7)]
+)
+def test_few_repetitions_are_enough_where_everything_cold_is_right(cold_misses, warm_misses, low, high):
+    """What is left of a comb with F09 beside it: six prompts, right when cold, lost when they come from the cache."""
+    same = {"prompt_sha": [f"pair {i}" for i in range(6)], "probe": "residues"}
+    cold = rows(range(322, 328), lambda n, i: True, **same)
+    warm = rows(range(322, 328), lambda n, i: i >= warm_misses, cache="warm", cached_tokens=320, **same)
+    plain = rows([200] * 40, lambda n, i: i >= cold_misses)
+    assert low <= presence(pd.concat([plain, cold, warm], ignore_index=True), "warm_loss") <= high
+
+
 @pytest.mark.parametrize(("one", "two"), [("F02", "F09"), ("F07", "F17"), ("N1", "F17")])
 def test_two_causes_of_different_kinds_are_both_said(one, two):
     result = diagnose(simulate(one, 1, second=two), {"config": CONFIG})

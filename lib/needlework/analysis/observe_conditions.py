@@ -9,7 +9,16 @@ import pandas as pd
 
 from needlework.analysis.drift import drift
 from needlework.analysis.paired import compare_pairs, pair_up
-from needlework.analysis.view import LAPSE, Feature, View, best_split, contrast, one_sided, presence_of
+from needlework.analysis.view import (
+    LAPSE,
+    Feature,
+    View,
+    best_split,
+    contrast,
+    one_sided,
+    one_sided_lapses,
+    presence_of,
+)
 
 RELOAD = re.compile(r"(?i)evict|reload|host|storage|tier|offload|disk")
 TENANT = ("tenant", "adapter", "salt", "lora")
@@ -44,7 +53,9 @@ def cache(v: View) -> list[Feature]:
     compared = compare_pairs(pairs, "cold", "warm")
     if compared.pairs >= 5:
         one = compared.only_first > compared.only_second
-        out.append(Feature("warm_loss", one_sided(compared) * one, str(compared), compared.pairs))
+        out.append(
+            Feature("warm_loss", one_sided_lapses(v, compared, v.base & ~v.warm) * one, str(compared), compared.pairs)
+        )
         out.append(Feature("cold_loss_only", one_sided(compared) * (not one), str(compared), compared.pairs))
         both_ways = 2 * min(compared.only_first, compared.only_second)  # what a cache loses, it loses one way
         p = float(binom.sf(both_ways - 1, compared.pairs, 2 * LAPSE)) if both_ways else 1.0

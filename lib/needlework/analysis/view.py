@@ -292,6 +292,17 @@ def one_sided(compared: Paired) -> float:
     return max(presence_of(compared.p_value / 2), min(1.0, by_e))
 
 
+def one_sided_lapses(v: View, compared: Paired, healthy: np.ndarray) -> float:
+    """As `one_sided`; where neither the first side nor the rows of `healthy` miss more than a healthy deployment does,
+    more misses of the second side than that say as much, and need no discordant pairs to be weighed against."""
+    from scipy.stats import binom
+
+    misses, rows = v.rate(healthy)
+    if rows < 24 or misses > LAPSE * rows or compared.only_second + compared.neither > LAPSE * compared.pairs:
+        return one_sided(compared)
+    return max(one_sided(compared), presence_of(float(binom.sf(compared.only_first - 1, compared.pairs, LAPSE))))
+
+
 def log_binomial(k: Any, n: Any) -> Any:
     k, n = np.asarray(k, float), np.asarray(n, float)
     with np.errstate(divide="ignore", invalid="ignore"):
