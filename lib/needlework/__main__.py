@@ -11,6 +11,10 @@ VERBS = {
     "report": ("needlework.workbook.cli", "build the report from the notebooks as they are"),
     "lab": ("needlework.lab.cli", "start a deployment in a box, healthy or with planted faults"),
     "probe": ("needlework.probes.cli", "measure a live endpoint: recall, cliff, residues, turns, …"),
+    "diagnose": (
+        "needlework.workbook.diagnosing",
+        "name the likely fault of a deployment, or of a table of trials",
+    ),
     "pages": ("needlework.pages.cli", "identify, diagnose or compare dumps of KV pages"),
     "check": ("needlework.kernels.cli", "check a kernel against its reference"),
     "collect": ("needlework.evidence.cli", "collect configuration, logs and sources, read-only"),

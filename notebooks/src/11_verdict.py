@@ -60,7 +60,9 @@ def measure(opened) -> list:
 
 
 # %% [markdown]
-# One arm alone can show that something is lost and where; only two tell whether the split has a part in it.
+# One arm alone can show that something is lost and where; only two tell whether the split has a part in it. A live target
+# gets a small battery here. The whole one, with which the diagnosis is calibrated, is one command:
+# `needlework diagnose combined=http://…,pd=http://… --run FOLDER`.
 
 # %%
 if live:

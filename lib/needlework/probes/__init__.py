@@ -2,7 +2,7 @@
 
 from .abort import abort
 from .arms import compare_arms
-from .battery import Plan, battery
+from .battery import QUICK, Plan, battery
 from .bench import Bench
 from .budget import Budget, Limits
 from .cliff import find_cliff
@@ -18,6 +18,7 @@ from .turns import turns
 from .warmth import warm_cold
 
 __all__ = [
+    "QUICK",
     "Bench",
     "Budget",
     "Journal",

@@ -7,8 +7,9 @@ and of captured sizes, and the aftermath of aborts. Everything goes into one jou
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ from needlework.serving import TransportError
 
 from .abort import abort
 from .arms import compare_arms
-from .asks import Target
-from .budget import Limits
+from .asks import Stopped, Target
+from .budget import Budget, Limits
 from .load import echo
 from .recall import recall
 from .reload import reload
@@ -65,6 +66,37 @@ class Plan:
     reload_prompts: int = 10
     instruments: tuple[str, ...] = ("recall", "arms", "residues", "warm_cold", "turns", "reload", "echo", "abort")
 
+    def within(self, tokens: int) -> Plan:
+        """The plan without prompts longer than `tokens`."""
+        names = ("lengths", "arm_lengths", "aa_lengths", "warm_lengths", "crowd_lengths")
+        kept: dict[str, Any] = {name: tuple(n for n in getattr(self, name) if n <= tokens) for name in names}
+        period = min(self.period, max(0, tokens - self.residue_start))
+        dropped = {"recall"} if not kept["lengths"] else set()
+        dropped |= {"arms"} if not kept["arm_lengths"] else set()
+        dropped |= {"warm_cold"} if not kept["warm_lengths"] else set()
+        dropped |= {"echo"} if not kept["crowd_lengths"] else set()
+        dropped |= {"residues"} if period < 2 else set()
+        dropped |= {"turns"} if self.turn_length > tokens else set()
+        dropped |= {"abort"} if self.abort_length > tokens else set()
+        left = tuple(name for name in self.instruments if name not in dropped)
+        return replace(self, **kept, period=period, instruments=left)
+
+
+# in minutes where the whole one takes an hour; it asks about every class, with less to hold against chance
+QUICK = Plan(
+    lengths=(384, 1024, 2560, 6144),
+    arm_lengths=(1536, 2560, 3584, 4608, 6144),
+    aa_pairs=4,
+    residue_start=900,
+    period=16,
+    residue_requests=60,
+    warm_lengths=(1024, 4096),
+    warm_repeats=2,
+    crowd=((3, 6), (5, 10)),
+    abort_length=2048,
+    abort_rounds=2,
+)
+
 
 @dataclass(frozen=True)
 class BatteryResult:
@@ -95,6 +127,7 @@ def battery(
     plan: Plan | None = None,
     seed: int = 0,
     step: Callable[[str], None] | None = None,
+    confirm: Callable[[Budget], bool] | None = None,
 ) -> BatteryResult:
     """Run every instrument against `endpoint`; the journal is the folder `run`.
 
@@ -102,12 +135,14 @@ def battery(
     others  servers to send identical prompts to, by arm name: "combined" (the same build without the split), and
             "reference" (an independent server with the same weights)
     step    called with each instrument's name before it runs
+    confirm called with the budget of all instruments together before any of them asks; False stops there
 
     An instrument that the endpoint does not allow (no tokenise route, a window too short) is skipped with its reason.
-    Raises RuntimeError when the endpoint does not answer at all.
+    Raises RuntimeError when the endpoint does not answer at all, Stopped when the budget is not confirmed.
     """
     p = plan or Plan()
-    common: dict[str, Any] = {"run": run, "seed": seed}
+    gate = _Gate(confirm is None)
+    common: dict[str, Any] = {"run": run, "seed": seed, "confirm": gate}
     work: dict[str, Callable[[], Result]] = {
         "recall": lambda: recall(endpoint, lengths=p.lengths, depths=p.depths, arm=name, max_tokens=24, **common)
     }
@@ -153,10 +188,16 @@ def battery(
     work["abort"] = lambda: abort(
         endpoint, stages=("prefill", "decode"), rounds=p.abort_rounds, length=p.abort_length, **quiet
     )
+    work = {title: instrument for title, instrument in work.items() if title.split()[0] in p.instruments}
+    if confirm is not None:
+        for instrument in work.values():  # each says what it would send, and is stopped there
+            with contextlib.suppress(ValueError, TransportError, Stopped):
+                instrument()
+        if not confirm(gate.total()):
+            raise Stopped("not confirmed; nothing was sent")
+        gate.open = True
     results, skipped = {}, {}
     for title, instrument in work.items():
-        if title.split()[0] not in p.instruments:
-            continue
         if step is not None:
             step(title)
         try:
@@ -164,6 +205,26 @@ def battery(
         except (ValueError, TransportError) as reason:
             skipped[title] = str(reason)
     return BatteryResult(_together(results), results, skipped)
+
+
+class _Gate:
+    """What each instrument asks before it sends: closed, it keeps the budgets and lets nothing through."""
+
+    def __init__(self, is_open: bool):
+        self.open, self.budgets = is_open, list[Budget]()
+
+    def __call__(self, budget: Budget) -> bool:
+        if not self.open:
+            self.budgets.append(budget)
+        return self.open
+
+    def total(self) -> Budget:
+        minutes = [b.minutes for b in self.budgets if b.minutes is not None]
+        return Budget(
+            sum(b.requests for b in self.budgets),
+            sum(b.prompt_tokens for b in self.budgets),
+            sum(minutes) if len(minutes) == len(self.budgets) else None,
+        )
 
 
 def _together(results: Mapping[str, Result]) -> pd.DataFrame:

@@ -66,7 +66,12 @@ def _measure(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.instrument} takes one URL")
         target = _endpoint(args.url[0], args)
     result = function(
-        target, args.run, **options, limits=limits, confirm=_confirm(args.yes), progress=sys.stderr.isatty() or None
+        target,
+        args.run,
+        **options,
+        limits=limits,
+        confirm=confirm_in_terminal(args.yes),
+        progress=sys.stderr.isatty() or None,
     )
     print(result)
     if len(result.table):
@@ -76,7 +81,9 @@ def _measure(args: argparse.Namespace) -> int:
     return 0 if result.verdict == "healthy" and not result.stopped else 1
 
 
-def _confirm(yes: bool) -> Callable[[Budget], bool]:
+def confirm_in_terminal(yes: bool) -> Callable[[Budget], bool]:
+    """Shows a budget and asks whether to send it; `yes` shows it only."""
+
     def ask(budget: Budget) -> bool:
         print(f"budget: {budget}", file=sys.stderr)
         if yes:
@@ -172,7 +179,7 @@ def _add(verb: argparse.ArgumentParser, name: str, default: Any, annotation: Any
         kind = type(default[0]) if default else float if "float" in str(annotation) else int
         verb.add_argument(flag, type=_listed(kind), default=default, metavar="A,B,…", help=f"default {shown}")
     elif name == "config":
-        verb.add_argument(flag, type=_mapping, default=None, metavar="topk=512,ratio=4", help="constants to look for")
+        verb.add_argument(flag, type=constants, default=None, metavar="topk=512,ratio=4", help="constants to look for")
     elif default is None:
         kind = float if "float" in str(annotation) else int
         verb.add_argument(flag, type=kind, default=None, metavar="X" if kind is float else "N")
@@ -188,7 +195,8 @@ def _listed(kind: type) -> Callable[[str], tuple]:
     return parse
 
 
-def _mapping(text: str) -> Mapping[str, float]:
+def constants(text: str) -> Mapping[str, float]:
+    """`topk=512,ratio=4` as a mapping; raises ValueError."""
     return {k.strip(): float(v) for k, _, v in (part.partition("=") for part in text.split(","))}
 
 

@@ -1,0 +1,88 @@
+"""`needlework diagnose WHAT`: a table of trials, or a live deployment that is asked the whole battery first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from needlework import analysis, probes
+from needlework.probes.cli import confirm_in_terminal, constants
+from needlework.serving import TransportError
+from needlework.workbook import about, incidents
+from needlework.workbook.targets import open_target
+
+if TYPE_CHECKING:
+    from needlework.analysis import Diagnosis
+
+ROOM_FOR_ANSWER = 128  # tokens of the window that question and answer need beside a prompt
+
+
+def main(argv: list[str]) -> int:
+    """Print what each instrument found and the diagnosis; 0 when it is healthy, 1 when not, 2 on a user error."""
+    options = _parser().parse_args(argv)
+    if Path(options.what).exists():
+        found = analysis.diagnose(analysis.load_trials(options.what), {"config": options.constants})
+    else:
+        found = _measure(options)
+    print(found)
+    return 0 if found.verdict == "healthy" else 1
+
+
+def _measure(options: argparse.Namespace) -> Diagnosis:
+    if options.run is None:
+        raise ValueError(
+            "name a folder for the journal with --run, so that a run that was stopped can go on; "
+            f"to diagnose a table, name a file or a run folder that exists (there is no {options.what[:60]!r} here)"
+            if "://" not in options.what
+            else "name a folder for the journal with --run, so that a run that was stopped can go on"
+        )
+    plan = probes.QUICK if options.quick else probes.Plan()
+    with open_target(options.what, model=options.model) as target:
+        *others, examined = target.arms  # the arm that users talk to is the last one
+        stated = about.deployed(incidents.incident(), target)
+        config = {**stated.config, **options.constants}
+        if window := config.get("context_limit"):
+            plan = plan.within(int(window) - ROOM_FOR_ANSWER)
+        try:
+            measured = probes.battery(
+                target.arms[examined],
+                options.run,
+                name="single" if examined == "target" else examined,
+                others={name: target.arms[name] for name in others},
+                plan=plan,
+                seed=options.seed,
+                step=lambda name: print(f"asking: {name}", file=sys.stderr),
+                confirm=confirm_in_terminal(options.yes),
+            )
+        except TransportError as error:
+            raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
+    print(f"{target.describe()}\n{stated}\n\n{measured}\n")
+    return analysis.diagnose(measured.trials, {"config": config})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="needlework diagnose",
+        description="Rank the fault classes and lookalikes for a table of trials, or for a live deployment: the "
+        "battery of instruments with which the diagnosis is calibrated is run on it first.",
+    )
+    parser.add_argument(
+        "what",
+        help="a table (CSV, JSON lines, parquet) or a run folder; or a target as in `needlework run --target`: "
+        "http://…, or combined=http://…,pd=http://… (the last arm is examined, the others get identical prompts)",
+    )
+    parser.add_argument("--run", metavar="DIR", help="folder of the journal; a run that was stopped goes on from it")
+    parser.add_argument("--quick", action="store_true", help="a battery of minutes: fewer lengths, residues modulo 16")
+    parser.add_argument("--yes", action="store_true", help="send without asking once the budget is shown")
+    parser.add_argument("--seed", type=int, default=0, help="changes text, keys and values together")
+    parser.add_argument("--model", help="model name; default: NEEDLEWORK_MODEL, or the first one that is listed")
+    parser.add_argument(
+        "--constants",
+        type=constants,
+        default={},
+        metavar="topk=512,ratio=4",
+        help="what the deployment does not tell of itself: topk, ratio, window, page, chunk, context_limit",
+    )
+    return parser
