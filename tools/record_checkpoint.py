@@ -29,6 +29,7 @@ import pair_proxy
 import pandas as pd
 import record_vllm
 from needlework import analysis, pages, probes
+from needlework.evidence.bundle import Bundle
 from needlework.probes.asks import Ask, with_seed
 from needlework.probes.prompts import assemble
 from needlework.serving import Endpoint
@@ -244,6 +245,7 @@ def pack(out: Path, target: Path) -> None:
             raw = file[f"{pool}.{LAYER}"]
         np.savez_compressed(target / "pages" / f"{role}-{pool}-{fault}.npz", raw)
     (target / "card.json").write_text(json.dumps(card(out), indent=1) + "\n")
+    Bundle(target).seal()
 
 
 def main() -> int:

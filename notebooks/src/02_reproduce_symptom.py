@@ -136,6 +136,47 @@ print(check)
 # the whole prompt. The first says nothing about the second.
 
 # %% [markdown]
+# ## A real engine, healthy
+#
+# What do the same questions say where nothing is lost? They were put to vLLM with DeepSeek-V3.2's sparse attention on one
+# H200, one server and a prefill/decode pair, with the checkpoint whose right answers are known
+# ([13_known_answers](13_known_answers.ipynb)); first turns of 1,024 and of 16,384 tokens. The trials are read back, nothing
+# is sent. Guess: how many of 48 follow-ups are lost, and how many of 40 interruptions leave harm behind?
+
+# %%
+real = probes.Recorded(workbook.incidents.root() / "data/checkpoint/vllm/runs/02_reproduce_symptom")
+told = {
+    (one, n): probes.turns(real, length=n, depth=0.6, repeats=2, arm=one).table
+    for one in ("combined", "pd") for n in (1024, 16384)
+}  # fmt: skip
+kept = pd.concat(told, names=["arm", "first_turn"]).groupby(["arm", "first_turn", "mode"])
+kept = kept.agg(remembered=("hits", "sum"), asked=("measured", "sum"), cached_tokens=("cached_tokens", "max"))
+workbook.tables.table(kept.reset_index(), "vLLM on an H200: follow-ups remembered, continued and re-sent")
+
+# %%
+dropped = {
+    one: probes.abort(real, stages=("prefill", "decode"), rounds=10, length=16384, depth=0.6, arm=one)
+    for one in ("combined", "router")  # the pair through vllm-router, which passes a broken connection on
+}
+texts = [probes.coherence(real, lengths=(1024, 16384), repeats=2, depth=0.6, arm=one) for one in ("combined", "pd")]
+print(*(f"{one}: {result}" for one, result in dropped.items()), sep="\n")
+
+# %%
+assert kept["remembered"].sum() == kept["asked"].sum() == 48
+assert kept.xs("resend", level="mode")["cached_tokens"].eq(0).all(), "a re-sent conversation was not cold"
+assert kept.xs("continue", level="mode")["cached_tokens"].tolist() == [1024, 16384] * 2
+for result in dropped.values():
+    rows = result.table[result.table["role"] != "calm"]
+    assert (result.details["aborted"], rows["hits"].sum(), rows["measured"].sum()) == (20, 60, 60)
+    assert result.details["stuck"] == 0 and not result.details["dishonest"]
+assert round(1 - analysis.wilson(20, 20).low, 2) == 0.16 and all(one.verdict == "healthy" for one in texts)
+
+# %% [markdown]
+# None and none. All 48 are remembered, warm and cold, and after 20 interruptions of each arm all 60 bystanders, fresh
+# prompts and repeats are answered; 20 of 20 still allow harm in up to 16 % of interruptions. So neither length nor splitting
+# nor dropping a request need lose anything: a deployment that does has something to explain.
+
+# %% [markdown]
 # ## What we found
 
 # %%

@@ -15,6 +15,7 @@
 
 # %%
 import contextlib
+import json
 
 import pandas as pd
 from needlework import analysis, probes, workbook
@@ -148,6 +149,55 @@ workbook.tables.table(summary, f"Patterns of recall on {arm}")
 # target: no comb up to this period, so groups of four are not the matter; no pair differs with four requests in flight, so a
 # race would have to be rare; and what is lost lies in one stretch of places with a sharp start, which is not how a weak
 # model fades.
+
+# %% [markdown]
+# ## A real engine, healthy
+#
+# Are these instruments silent where nothing is wrong? They asked vLLM with DeepSeek-V3.2's sparse attention on one H200,
+# one server and a prefill/decode pair, with the checkpoint of [13_known_answers](13_known_answers.ipynb): 16,384 tokens,
+# residues just above the 2,048 tokens that the index selects. The trials are read back, nothing is sent. Guess: which of the
+# five patterns shows?
+
+# %%
+real = probes.Recorded(workbook.incidents.root() / "data/checkpoint/vllm/runs/04_recall_patterns")
+seen, settled = [], (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+for one in ("combined", "pd"):
+    there = {
+        "depth": probes.depth_profile(real, length=16384, depths=settled, repeats=2, arm=one),
+        "residue": probes.scan_residues(real, start=2049, period=64, arm=one),
+        "warm or cold": probes.warm_cold(real, lengths=(2000, 16384), repeats=4, depth=0.6, arm=one),
+        "concurrency": probes.echo(real, trials=16, concurrency=8, lengths=(2049,), arm=one),
+        "request count": probes.drift(real, canaries=40, length=512, arm=one),
+        "backends": probes.pool(real, sends=8, length=512, arm=one),
+    }
+    seen += [(one, name, r.verdict, analysis.hits(r.trials).sum(), len(r.trials), str(r)) for name, r in there.items()]
+real_engine = pd.DataFrame(seen, columns=["arm", "pattern", "verdict", "found", "asked", "what was seen"])
+workbook.tables.table(real_engine, "vLLM on an H200: the patterns, one server and the pair")
+
+# %%
+warm_there = real_engine[real_engine["pattern"] == "warm or cold"]["what was seen"]
+assert (real_engine["verdict"] == "healthy").all() and (real_engine["found"] == real_engine["asked"]).all()
+assert real_engine.groupby("arm")["asked"].sum().tolist() == [236, 236]
+assert warm_there.str.startswith("6 of 8 pairs are proved cold then warm").all()
+
+# %% [markdown]
+# None of the five, on either arm: all 236 answers of each are right. Look at *warm or cold*: of 8 pairs only 6 count. The
+# other two prompts were those of the depth profile, asked shortly before, so their first send was warm, and the engine said
+# so. Had the label been believed, two warm prompts would have stood as cold.
+#
+# But is what a pair says of cached tokens true? It could be decode's count, which tells nothing about what prefill computed.
+# So prompts of three lengths were sent through vllm-router six times each, while one server's prefix cache or the other's
+# was emptied, and the counters of both were read. Guess whose count the answer holds.
+
+# %%
+witness = json.loads((real.path.parents[1] / "evidence/cached_tokens.json").read_text())["rows"]
+witness = pd.DataFrame(witness).fillna({"usage": 0})  # vLLM leaves a zero out
+assert (witness["usage"] == witness["prefill_hits"]).all() and len(witness) == 18
+assert (witness["decode_hits"] != witness["prefill_hits"]).sum() == 6
+workbook.tables.table(witness[witness["prompt_tokens"] == 1950], "One prompt, six times: the answer's count and both counters")
+
+# %% [markdown]
+# Prefill's, in 18 of 18 answers, also in the 6 where decode's counter says otherwise: *warm* here means that prefill did not compute it.
 
 # %% [markdown]
 # ## What we found

@@ -18,6 +18,7 @@ import record_checkpoint
 import record_vllm
 import torch
 from needlework import analysis, pages
+from needlework.evidence.bundle import Bundle
 from needlework.probes import PromptSpec
 from safetensors import safe_open
 
@@ -104,12 +105,31 @@ def test_a_cold_prompt_of_the_pair_is_proved_cold():
     assert len(trials) == 165 and (trials["cached_tokens"] == 0).all()
 
 
-def test_no_instrument_accused_the_healthy_server():
-    runs = json.loads((DATA / "vllm" / "false_alarms.json").read_text())["runs"]
-    assert len(runs) == 11 and {len(rows) for rows in runs.values()} == {100}
-    verdicts = {name: {row["verdict"] for row in rows} for name, rows in runs.items()}
-    assert verdicts.pop("warm_cold") == {"not proven"}  # vLLM leaves a zero out, which was not understood then
-    assert not set().union(*verdicts.values()) & {"finding", "harness"}
+@pytest.mark.parametrize(("name", "instruments"), [("false_alarms", 11), ("false_alarms_pair", 13)])
+def test_no_instrument_accused_the_healthy_engine(name, instruments):
+    runs = json.loads((DATA / "vllm" / f"{name}.json").read_text())["runs"]
+    assert len(runs) == instruments and {len(rows) for rows in runs.values()} == {100}
+    assert {row["verdict"] for rows in runs.values() for row in rows} == {"healthy"}
+
+
+def test_what_the_pair_says_of_cached_tokens_is_prefills_count():
+    rows = json.loads((DATA / "vllm" / "evidence" / "cached_tokens.json").read_text())["rows"]
+    assert len(rows) == 18 and all((row["usage"] or 0) == row["prefill_hits"] for row in rows)
+    assert sum(row["decode_hits"] != row["prefill_hits"] for row in rows) == 6
+
+
+def test_the_readmes_serve_line_was_up_within_the_bar():
+    load = json.loads((DATA / "vllm" / "evidence" / "load.json").read_text())
+    commands = json.loads((DATA / "vllm" / "evidence" / "readme.json").read_text())["commands"]
+    assert all(command in (ROOT / "README.md").read_text() for command in commands)
+    times = [start["up_s"] for start in load["starts"] if start["arguments"] == ["--enforce-eager"]
+             and start["variables"]]  # fmt: skip
+    assert f"{load['command']} --enforce-eager" == commands[1] and len(times) == 3 and max(times) <= 90
+
+
+def test_the_recording_is_as_it_was_sealed():
+    sealed = json.loads((DATA / "vllm" / "digests.json").read_text())["sha256"]
+    assert Bundle(DATA / "vllm").digests() == sealed
 
 
 def dump(role: str, fault: str, pool: str) -> pages.Dump:

@@ -25,7 +25,8 @@ def test_two_rebuilds_without_a_network_give_the_same_bytes(tmp_path: Path) -> N
     (tmp_path / "notebooks/src").mkdir(parents=True)
     for name in NOTEBOOKS:
         shutil.copy(ROOT / f"notebooks/src/{name}.py", tmp_path / "notebooks/src")
-    shutil.copytree(ROOT / "data/incidents/context-loss", tmp_path / "data/incidents/context-loss")
+    for kept in ("incidents/context-loss", "checkpoint/vllm/runs/02_reproduce_symptom"):
+        shutil.copytree(ROOT / "data" / kept, tmp_path / "data" / kept)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("NEEDLEWORK_")}
     environment |= {"NEEDLEWORK_ROOT": str(tmp_path)}
     found = []
