@@ -41,7 +41,8 @@ def test_the_walk_follows_the_budget_of_a_consumer_to_the_token():
     """
     before = {}
     for k in (256, 512):
-        options = {"geometry": "tiny", "top_k": 1024, "chunk_tokens": 1024}
+        # the indexer takes as many entries as `high` tokens have
+        options = {"geometry": "tiny", "top_k": 3 * k // 2, "chunk_tokens": 1024}
         with start_inside("combined", (f"F05:k={k},scattered=0",), **options) as one:
             found = probes.find_cliff(one.endpoint, low=3 * k, high=6 * k, from_end=80, tolerance=0.1, controls=False,
                                       config={"topk": k, "ratio": 4})  # fmt: skip

@@ -22,8 +22,6 @@ from needlework.lab.pools import DRAFT_INDEX, INDEX_LAYOUT, KV, STATE_ROWS, Pool
 from needlework.lab.types import Geometry, Hooks, Request
 from needlework.pages import LAYOUTS
 
-KNOWN_RECORDS = 1 << 15  # window records of layer 0 that are remembered; a few more than the vocabulary
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -57,7 +55,6 @@ class Forward:
         self.model, self.pools, self.geometry, self.hooks = model, pools, geometry, hooks
         self.asking = Asking(model)
         self._records = token_records()
-        self._ids: dict[bytes, int] = {}  # token id by the bytes of a window record
 
     # ---- writing -----------------------------------------------------------------------------------------------------
     def extend(self, seq: Sequence, end: int) -> None:
@@ -117,24 +114,15 @@ class Forward:
         """Token ids of positions [start, end) as the window of layer 0 holds them."""
         if start >= end:
             return np.zeros(0, dtype=np.int64)
-        ids = self._read(self.window_slots(seq, torch.arange(start, end)))
+        slots, ids = self.window_slots(seq, torch.arange(start, end)), np.array(seq.tokens[start:end])
+        pool, tokens = self.pools["swa_kv.0"], self.geometry.page_tokens
+        stored = LAYOUTS[KV].taken(pool, slots.clamp(min=0), tokens)
+        other = slots.numpy() < 0
+        for name in ("codes", "scales"):  # what equals a token's own record says that token; the rest is decoded
+            other |= (stored[name].numpy() != self._records[name].numpy()[ids]).any(axis=1)
+        if other.any():
+            ids[other] = self.model.unembed(LAYOUTS[KV].gather(pool, slots[other], page_tokens=tokens)).numpy()
         return self.hooks.apply("window_tokens", ids, seq=seq, start=start, end=end)
-
-    def _read(self, slots: Tensor) -> np.ndarray:
-        """Token ids at slots of layer 0's window. Equal bytes mean equal ids: each record is decoded once."""
-        pool, tokens, there = self.pools["swa_kv.0"], self.geometry.page_tokens, slots.clamp(min=0)
-        stored = LAYOUTS[KV].taken(pool, there, tokens)
-        records = torch.cat((stored["codes"], stored["scales"]), dim=1).numpy()
-        raw, size = records.tobytes(), records.shape[1]
-        keys = [raw[at : at + size] for at in range(0, len(raw), size)]
-        fresh = [row for row, key in enumerate(keys) if key not in self._ids]
-        if fresh:
-            if len(self._ids) > KNOWN_RECORDS:
-                self._ids.clear()
-                fresh = list(range(len(keys)))
-            entries = LAYOUTS[KV].gather(pool, there[fresh], page_tokens=tokens)
-            self._ids |= zip((keys[row] for row in fresh), self.model.unembed(entries).tolist(), strict=True)
-        return np.where(slots.numpy() < 0, 0, [self._ids[key] for key in keys])
 
     def _entry_slots(self, seq: Sequence, groups: Tensor) -> Tensor:
         entries = self.geometry.page_entries
@@ -230,14 +218,16 @@ class Forward:
         q, index_q = hooks.apply("queries", (q, index_q), **place)
         lengths = torch.tensor([seq.computed // g.ratio for seq in seqs], dtype=torch.int32)
         lengths = hooks.apply("lengths", lengths, **place)
-        width = max(1, max(-(-int(n) // g.page_entries) for n in lengths))
-        table = torch.full((len(seqs), width), -1, dtype=torch.int32)
+        longest = max(lengths.tolist())
+        width = max(1, -(-longest // g.page_entries))
+        pages = np.full((len(seqs), width), -1, np.int32)
         for row, seq in enumerate(seqs):
             used = seq.full[:width]
-            table[row, : len(used)] = torch.tensor(used, dtype=torch.int32)
+            pages[row, : len(used)] = used
+        table = torch.from_numpy(pages)
         index_table = hooks.apply("index_table", table, **place)
         scores = None
-        if int(lengths.max()) > g.top_k or hooks.installed("scores"):  # with fewer keys nothing is scored, as upstream
+        if longest > g.top_k or hooks.installed("scores"):  # with fewer keys nothing is scored, as upstream
             scores = indexer_logits(
                 index_q, weights, self.pools[f"c4_index.{layer}"], index_table, lengths, page_tokens=g.page_entries
             )

@@ -28,18 +28,31 @@ class Json(Response):
 
 
 class Feed:
-    """The events of one running request, inside the event loop."""
+    """The events of one running request, inside the event loop.
 
-    def __init__(self, worker: Worker, request: Request):
+    whole   they come together, when the request has ended: nobody is to see them before
+    """
+
+    def __init__(self, worker: Worker, request: Request, *, whole: bool = False):
         loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Event | HttpError] = asyncio.Queue()
         self._worker, self._rid, self._ended = worker, request.rid, False
+        waiting: list[Event | HttpError] = []
 
         def emit(item: Event | HttpError) -> None:
+            waiting.append(item)
+            if whole and isinstance(item, Event) and item.finish_reason is None:
+                return
+            items = waiting[:]
+            waiting.clear()
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server is going down
-                loop.call_soon_threadsafe(self._queue.put_nowait, item)
+                loop.call_soon_threadsafe(self._put, items)
 
         worker.submit(request, emit)
+
+    def _put(self, items: list[Event | HttpError]) -> None:
+        for item in items:
+            self._queue.put_nowait(item)
 
     async def next(self) -> Event:
         """The next event; raises HttpError when the request failed."""
@@ -79,7 +92,7 @@ async def _next_or_gone(feed: Feed, gone: asyncio.Task[None]) -> Event:
 
 async def answer(http: HttpRequest, worker: Worker, ask: Ask) -> Response:
     """Run a request to its end, or to its first event when it streams: an error before that has its own HTTP status."""
-    feed, writer = Feed(worker, ask.request), Writer(ask, worker.engine.tokenizer)
+    feed, writer = Feed(worker, ask.request, whole=not ask.stream), Writer(ask, worker.engine.tokenizer)
     gone = asyncio.create_task(_gone(http))
     try:
         event = await _next_or_gone(feed, gone)
