@@ -61,6 +61,23 @@ def test_a_healthy_page_has_no_problem_and_everything_in_it() -> None:
     assert levels[0] == 1 and levels.count(1) == 1 and all(b - a <= 1 for a, b in itertools.pairwise(levels))
 
 
+def test_pictures_have_their_room_and_are_read_late_and_only_coloured_code_has_elements() -> None:
+    picture = code({"image/svg+xml": svg(), "text/plain": "x"}, metadata={"image/svg+xml": {"alt": ALT}})
+    fig, ax = figures.new(3, 2)
+    ax.plot([1, 2, 3])
+    png = code({"image/png": figures.to_png(fig)}, metadata={"image/png": {"alt": ALT}})
+    bare = code({"image/svg+xml": "<svg></svg>"}, metadata={"image/svg+xml": {"alt": ALT}}, source="total = 1 + [a]")
+    soup = BeautifulSoup(page(notebook(picture, png, bare)), "html.parser")
+    drawn, dots, sizeless = soup.find_all("img")
+    assert {i["loading"] for i in (drawn, dots, sizeless)} == {"lazy"} and not sizeless.get("width")
+    assert int(drawn["width"]) / int(drawn["height"]) == pytest.approx(1.5, abs=0.02)
+    assert int(dots["width"]) / int(dots["height"]) == pytest.approx(1.5, abs=0.02)
+    last = soup.find_all("pre", class_="highlight")[-1]
+    assert last.text.strip() == "total = 1 + [a]" and [(s["class"], s.text) for s in last.find_all("span")] == [
+        (["mi"], "1")
+    ]
+
+
 PLANTED = {
     "script": "<script>1</script>",
     "handler": "<p onclick='x()'>t</p>",

@@ -3,16 +3,21 @@ fetched."""
 
 from __future__ import annotations
 
+import base64
+import functools
 import html
 import re
+import struct
 from typing import Any
 
 import latex2mathml.converter
+import pygments
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
-from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
+from pygments.styles import get_style_by_name
+from pygments.token import STANDARD_TYPES, Token, _TokenType
 
 from needlework.workbook import figures, tables
 from needlework.workbook.explorers import MARK
@@ -22,6 +27,8 @@ ORDER = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain
 MAX_TEXT = 20_000
 _NOTEBOOK_LINK = re.compile(r"(?:\./|\.\./|notebooks/)*(\d\d)_\w+\.(?:ipynb|py)(?:#.*)?$")
 _FORMATTER = HtmlFormatter(nowrap=True)
+STYLES = ("default", "github-dark")  # of code, on light and on dark
+_PICTURE = re.compile(r'<img src="(data:image/(?:svg\+xml|png);base64,([^"]*)")')
 
 
 def mathml(tex: str, display: bool) -> str:
@@ -81,11 +88,44 @@ def code(source: str) -> str:
         x for x in source.splitlines() if x.strip() and not x.startswith(("import ", "from ", "#"))
     ] or source.splitlines()
     first = tables.escape(lines[0] if lines else "", 80)
-    body = highlight(tables.strip_ansi(source), PythonLexer(), _FORMATTER)
+    tokens = PythonLexer().get_tokens(tables.strip_ansi(source))
+    body = pygments.format(((Token if _colourless(kind, text) else kind, text) for kind, text in tokens), _FORMATTER)
     return (
         f'<details class="code"><summary><span>Code</span> <code>{first}</code></summary>'
         f'<pre class="highlight"><code>{body}</code></pre></details>'
     )
+
+
+def _colourless(kind: _TokenType, text: str) -> bool:
+    """Whether a token is shown as plain text: most look so anyway, and an element for each makes a page slow."""
+    return text.isspace() or kind in _colourless_kinds()
+
+
+@functools.cache
+def _colourless_kinds() -> frozenset[_TokenType]:
+    styles = [get_style_by_name(name) for name in STYLES]
+    plain = {k for k in STANDARD_TYPES if all(s.style_for_token(k) == s.style_for_token(Token) for s in styles)}
+    return frozenset(plain | {Token.Operator})
+
+
+def lazy(body: str) -> str:
+    """Pictures that are read when they come near the window, or are printed, and have their room before."""
+    return _PICTURE.sub(lambda m: f'<img loading="lazy" decoding="async"{_size(m[2])} src="{m[1]}', body)
+
+
+def _size(packed: str) -> str:
+    """width and height in pixels of a picture in base64, as attributes; nothing when its head does not tell."""
+    head = base64.b64decode(packed[:1600])
+    if head[:8] == b"\x89PNG\r\n\x1a\n":
+        width, height = struct.unpack(">II", head[16:24])
+    elif found := re.search(rb"<svg\b[^>]*", head):
+        sides = [re.search(rb"\b" + side + rb'="([\d.]+)pt"', found[0]) for side in (b"width", b"height")]
+        if None in sides:
+            return ""
+        width, height = (round(float(side[1]) * 4 / 3) for side in sides if side)
+    else:
+        return ""
+    return f' width="{width}" height="{height}"'
 
 
 def output(out: NotebookNode, prefix: str, what: str) -> str:
@@ -141,12 +181,11 @@ def notebook(nb: NotebookNode, number: str) -> tuple[str, str, str]:
                 parts.append(code(cell.source))
             for i, out in enumerate(cell.outputs):
                 parts.append(output(out, f"{prefix}-{i}", f"Output of notebook {number}, cell {place + 1}"))
-    return title, question, "\n".join(parts)
+    return title, question, lazy("\n".join(parts))
 
 
 def code_css() -> str:
     """Colours for code, for light and dark."""
-    light = HtmlFormatter(style="default").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    light, dark = (HtmlFormatter(style=name).get_style_defs(".highlight") for name in STYLES)
     strip = r"(?m)^(?:pre|td|span)\S* .*$|background(?:-color)?: [^;}]*;?"
     return f"{re.sub(strip, '', light)}@media screen and (prefers-color-scheme: dark){{{re.sub(strip, '', dark)}}}"
