@@ -50,7 +50,7 @@ class Plan:
     arm_lengths: tuple[int, ...] = (2048, 4096, 8192)
     aa_pairs: int = 8
     aa_lengths: tuple[int, ...] = ()
-    residue_start: int = 3000
+    residue_start: int = 3092  # a few tokens past whole pages of 256: what follows a hit is shorter than a window
     period: int = 128
     residue_requests: int = 400
     warm_lengths: tuple[int, ...] = (1024, 4096)
@@ -87,7 +87,7 @@ QUICK = Plan(
     lengths=(384, 1024, 2560, 6144),
     arm_lengths=(1536, 2560, 3584, 4608, 6144),
     aa_pairs=4,
-    residue_start=900,
+    residue_start=1044,
     period=16,
     residue_requests=60,
     warm_lengths=(1024, 4096),
