@@ -11,6 +11,7 @@ from needlework.analysis.paired import (
     flip_noise,
     mcnemar,
     newcombe,
+    odds,
     pair_up,
     permutation_test,
 )
@@ -31,6 +32,16 @@ def test_e_value_is_always_valid_and_decides():
     false = sum(e_process(h := (rng.random(300) < 0.5).astype(float), 1 - h).max() >= 20 for _ in range(100))
     found = sum(e_process(h := (rng.random(300) < 0.75).astype(float), 1 - h).max() >= 20 for _ in range(40))
     assert false <= 7 and found == 40
+
+
+def test_odds_are_written_as_people_write_them():
+    assert [odds(e) for e in (0.4242, 179.6, 1274.3, 98_765.0, 2e9)] == [
+        "0.424",
+        "180",
+        "1,270",
+        "98,800",
+        "over 1,000,000",
+    ]
 
 
 def test_permutation_of_graded_scores():

@@ -127,12 +127,19 @@ class Paired:
         low, high = (100 * x for x in self.interval)
         return (
             f"{hits} identical prompts; discordant {self.only_first} to {self.only_second}, exact McNemar "
-            f"p = {self.p_value:.2g}, e = {self.e_value:.3g}; difference {100 * self.difference:+.0f} points "
+            f"p = {self.p_value:.2g}, e = {odds(self.e_value)}; difference {100 * self.difference:+.0f} points "
             f"({low:+.0f} to {high:+.0f})"
         )
 
     def _repr_html_(self) -> str:
         return f"<p>{escape(str(self))}</p>"
+
+
+def odds(e_value: float) -> str:
+    """An e-value as people write odds: 0.42, 180, 1,270; no more than a million."""
+    if e_value < 1000:
+        return f"{e_value:.3g}"
+    return f"{float(f'{e_value:.3g}'):,.0f}" if e_value < 1e6 else "over 1,000,000"
 
 
 def pair_up(trials: pd.DataFrame, by: str, first: Any, second: Any) -> pd.DataFrame:

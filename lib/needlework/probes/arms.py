@@ -136,6 +136,8 @@ def _flips(journal: Journal, aa: list[list[Ask]]) -> tuple[int, int]:
 
 
 def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: str) -> tuple[str, str]:
+    from needlework.analysis.paired import odds
+
     if failed:
         return failed, "harness"
     if not details["measured_pairs"]:
@@ -158,7 +160,7 @@ def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: st
         return text + noise, "healthy" if both[0] == both[1] else "not proven"
     worse = names[1] if a_only > b_only else names[0]
     text += f" {differ} pairs differ, {max(a_only, b_only)} of them against {worse} "
-    text += f"(exact McNemar p = {p:.2g}, e = {e:.3g})."
+    text += f"(exact McNemar p = {p:.2g}, e = {odds(e)})."
     # the noise of the arm against itself must not explain it
     beyond = p < 0.01 and (not aa or differ / details["measured_pairs"] > 2 * flips / aa)
     return text + noise, "finding" if beyond else "not proven"
