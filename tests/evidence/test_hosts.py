@@ -65,6 +65,8 @@ def hosts(tmp_path_factory):
     shutil.copy(root / "user_key.pub", root / "authorized_keys")
     lines = [f"HostKey {root}/host_key", "UsePAM no", "StrictModes no", "PermitRootLogin yes", "PasswordAuthentication no",
              "KbdInteractiveAuthentication no", f"AuthorizedKeysFile {root}/authorized_keys", "PidFile none", "MaxStartups 100", "MaxSessions 100"]  # fmt: skip
+    # a quick handshake, and a shell that does not read the start-up files of whoever runs the tests (bash does at level 1)
+    lines += ["KexAlgorithms curve25519-sha256", "SetEnv SHLVL=2"]
     lines += [f"ListenAddress 127.0.0.1:{port}" for number, port in enumerate(ports) if number != DEAD]
     for number in (*GOOD, SLOW):
         lines += [

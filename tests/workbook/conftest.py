@@ -57,6 +57,26 @@ workbook.explorers.Slider("size", {1: "small", 2: "large"}, note="Two sizes.")
 evidence = ["e one", "e two"]
 workbook.summary(symptom="s is seen", verdict="v is guilty", evidence=evidence, confidence="high", next_step="n")
 """
+PLAIN = """\
+# %% [markdown]
+# # Count up
+#
+# How far?
+
+# %% tags=["parameters"]
+incident = "one"
+limit = 3
+
+# %%
+print(limit)
+"""
+
+
+@pytest.fixture
+def plain(small: Path) -> Path:
+    """The small workbook and `05_plain`, which imports nothing: for what no notebook's content is a part of."""
+    (small / "notebooks/src/05_plain.py").write_text(PLAIN, "utf-8")
+    return small
 
 
 @pytest.fixture

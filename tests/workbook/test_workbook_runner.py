@@ -47,29 +47,29 @@ def test_whole_run_same_bytes_stale_only_and_report(small: Path, capsys: pytest.
     assert report.read_bytes() == page
 
 
-def test_another_incident_goes_elsewhere_with_its_parameters(small: Path) -> None:
-    (small / "data/incidents/context-loss/words.txt").write_text("left alone")
-    before = sorted((small / "notebooks").glob("*.ipynb"))
-    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x"]) == 0
-    assert sorted((small / "notebooks").glob("*.ipynb")) == before
-    nb = nbformat.read(small / "build/one-recorded-x/00_words.ipynb", 4)
+def test_another_incident_goes_elsewhere_with_its_parameters(plain: Path) -> None:
+    (plain / "data/incidents/context-loss/words.txt").write_text("left alone")
+    before = sorted((plain / "notebooks").glob("*.ipynb"))
+    assert cli.main(["run", "05", "--incident", "one", "--target", "recorded:x"]) == 0
+    assert sorted((plain / "notebooks").glob("*.ipynb")) == before
+    nb = nbformat.read(plain / "build/one-recorded-x/05_plain.ipynb", 4)
     injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
     assert [c.source for c in injected] == ["incident = 'one'"]  # this notebook has no parameter `target`
-    assert "rebuilt from recordings" in (small / "report/one-recorded-x/index.html").read_text()
+    assert "rebuilt from recordings" in (plain / "report/one-recorded-x/index.html").read_text()
 
 
-def test_no_target_is_published_as_another(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
-    live = {p.name for p in (small / "report").iterdir()}
+def test_no_target_is_published_as_another(plain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", "05", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
+    live = {p.name for p in (plain / "report").iterdir()}
     capsys.readouterr()
-    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
+    assert cli.main(["run", "05", "--incident", "one", "--target", "http://127.0.0.1:9"]) == 0
     assert "up to date" not in capsys.readouterr().out, "a live endpoint may answer otherwise today"
-    assert cli.main(["run", "00", "--incident", "one", "--target", "http://127.0.0.1:10"]) == 0
-    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded"]) == 0
+    assert cli.main(["run", "05", "--incident", "one", "--target", "http://127.0.0.1:10"]) == 0
+    assert cli.main(["run", "05", "--incident", "one", "--target", "recorded"]) == 0
     assert "up to date" not in capsys.readouterr().out
-    every = {p.name for p in (small / "report").iterdir()}
+    every = {p.name for p in (plain / "report").iterdir()}
     assert len(live) == 1 and len(every) == 3 and "one" in every and "context-loss" not in every
-    assert {p.name for p in (small / "build").iterdir()} == every and not any("127" in name for name in every)
+    assert {p.name for p in (plain / "build").iterdir()} == every and not any("127" in name for name in every)
 
 
 def test_parameters_assigned_together_are_parameters(small: Path) -> None:
@@ -79,11 +79,11 @@ def test_parameters_assigned_together_are_parameters(small: Path) -> None:
     assert [c.source for c in nb.cells if c.cell_type == "code"] == ["low, high = 1, 2", "high = 5"]
 
 
-def test_an_incident_sets_its_own_parameters(small: Path) -> None:
-    with (small / "data/incidents/one/incident.toml").open("a") as settings:
-        settings.write("\n[workbook.parameters.00_words]\nlimit = 1\nunknown = 2\n")
-    assert cli.main(["run", "00", "--incident", "one", "--target", "recorded:x", "--no-report"]) == 0
-    nb = nbformat.read(small / "build/one-recorded-x/00_words.ipynb", 4)
+def test_an_incident_sets_its_own_parameters(plain: Path) -> None:
+    with (plain / "data/incidents/one/incident.toml").open("a") as settings:
+        settings.write("\n[workbook.parameters.05_plain]\nlimit = 1\nunknown = 2\n")
+    assert cli.main(["run", "05", "--incident", "one", "--target", "recorded:x", "--no-report"]) == 0
+    nb = nbformat.read(plain / "build/one-recorded-x/05_plain.ipynb", 4)
     injected = [c for c in nb.cells if "injected-parameters" in c.metadata.get("tags", ())]
     assert [c.source for c in injected] == ["incident = 'one'\nlimit = 1"]  # it has no parameter `unknown`
 
@@ -233,21 +233,23 @@ def test_keep_brings_cells_back(small: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on(
-    small: Path, capsys: pytest.CaptureFixture[str]
+    plain: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for heavy in ("00_words", "01_end"):
+        (plain / f"notebooks/src/{heavy}.py").unlink()
     twin = write(
-        small, "02_two", "from needlework import workbook", "print(1)\nworkbook.need(False, 'two <arms>')", "1 / 0"
+        plain, "02_two", "from needlework import workbook", "print(1)\nworkbook.need(False, 'two <arms>')", "1 / 0"
     )
     twin.write_text("# %% [markdown]\n# # Two\n#\n# Why?\n\n" + twin.read_text())
     assert cli.main(["run"]) == 3
     said, errors = capsys.readouterr()
     assert (
-        "not for this target: two <arms>" in said and "1 of 3 notebooks have no answer" in errors and "02_two" in errors
+        "not for this target: two <arms>" in said and "1 of 2 notebooks have no answer" in errors and "02_two" in errors
     )
     nb = nbformat.read(writer.notebook_path(twin), 4)
     kinds = [o.output_type for c in nb.cells for o in c.get("outputs", ())]
     assert kinds == ["stream", "display_data"] and nb.metadata["needlework"]["cannot"] == "two <arms>"
-    page = (small / "report/context-loss/index.html").read_text()
+    page = (plain / "report/context-loss/index.html").read_text()
     assert "Not for this target." in page and "two &lt;arms&gt;" in page and "<arms>" not in page
     assert cli.main(["run"]) == 3 and "up to date\n    not for this target" in capsys.readouterr().out
 

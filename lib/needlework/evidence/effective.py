@@ -10,11 +10,12 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
-from typing import Any
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from needlework.evidence.collect import Collection, exec_start
+
+if TYPE_CHECKING:
+    import pandas as pd  # half a second, which redacting does without
 
 SOURCES = ("unit", "drop-in", "wrapper script", "process environment", "command line", "server_info")
 # Differences between prefill and decode that can lose context come first, in this order (layout, page size, dtype and
@@ -176,6 +177,8 @@ def settings(collection: Collection) -> list[Setting]:
 
 def effective(collection: Collection) -> pd.DataFrame:
     """One row per role and setting: the value in force, its source, and the values it overrides ("value (source)")."""
+    import pandas as pd
+
     by_key: dict[tuple[str, str, str], list[Setting]] = {}
     for setting in settings(collection):
         by_key.setdefault((setting.role, setting.host, setting.key), []).append(setting)
@@ -194,6 +197,8 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
     Columns: setting, one per role (empty = not set anywhere we looked), weight ("decisive", "kernel switch", "other",
     "by role" for what differs on purpose).
     """
+    import pandas as pd
+
     wide = table.drop_duplicates(["setting", "role"]).pivot(index="setting", columns="role", values="value")
     wide = wide[
         [role for role in ("prefill", "decode", "combined", "router") if role in wide.columns and role != "router"]
@@ -220,6 +225,8 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
 
 def units(collection: Collection) -> pd.DataFrame:
     """One row per role with a unit: host, role, unit, state (systemd's), starts (the words of ExecStart)."""
+    import pandas as pd
+
     rows = []
     for item in collection.items:
         if item["item"] != "unit-show":
@@ -237,6 +244,8 @@ def searched(collection: Collection, words: re.Pattern[str] = UNIT_FILTER) -> pd
     Columns: host, role, place ("unit and drop-ins", "wrapper script", "process environment", "command line", "what the
     server says"), lines (that were searched), hits, found (the words, once each, at most 12).
     """
+    import pandas as pd
+
     places = {
         "unit-cat": "unit and drop-ins",
         "environ": "process environment",

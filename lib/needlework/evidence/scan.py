@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from needlework.evidence.collect import Collection
 from needlework.evidence.effective import UNIT_FILTER, unit_environment
+
+if TYPE_CHECKING:
+    import pandas as pd  # half a second, which redacting does without
 
 # Whole words, so that "inf" is not found in "info" nor "nan" in "nanoseconds".
 CATEGORIES: dict[str, re.Pattern[str]] = {
@@ -47,6 +50,8 @@ MAX_EXAMPLE_CHARS = 200
 
 def read_log(collection: Collection, host: str, role: str) -> pd.DataFrame:
     """A role's log: columns time (UTC, pandas Timestamp or NaT), unit, identifier, priority, message."""
+    import pandas as pd
+
     rows = []
     for line in collection.text(host, role, "journal").splitlines():
         try:
@@ -74,6 +79,8 @@ def scan(log: pd.DataFrame) -> pd.DataFrame:
 
     A line may fall in several categories. Every category has a row, also when its count is 0: absence is a finding.
     """
+    import pandas as pd
+
     rows = []
     for category, pattern in CATEGORIES.items():
         hit = log[log["message"].map(lambda text, p=pattern: bool(p.search(text)))]
@@ -90,6 +97,8 @@ def join_trials(log: pd.DataFrame, trials: pd.DataFrame, slack_s: float = 1.0) -
     A line falls to a trial when its time lies within [time, time + latency_s], widened by `slack_s` on both sides.
     Columns: trial_id, outcome, by ("id" or "time"), time, message.
     """
+    import pandas as pd
+
     outcomes = trials["outcome"] if "outcome" in trials else pd.Series([None] * len(trials), index=trials.index)
     ids = dict(zip(trials["trial_id"].map(str), outcomes, strict=True))
     rows, named = [], set()
@@ -118,6 +127,8 @@ def join_trials(log: pd.DataFrame, trials: pd.DataFrame, slack_s: float = 1.0) -
 
 def absences(collection: Collection) -> pd.DataFrame:
     """What is not there and should make a reader stop: host, role, item, finding (one sentence each)."""
+    import pandas as pd
+
     rows: list[tuple[str, str, str, str]] = []
     for item in collection.items:
         where = (item["host"], item["role"], item["item"])

@@ -8,10 +8,12 @@ import html
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from needlework.evidence.collect import Collection
+
+if TYPE_CHECKING:
+    import pandas as pd  # half a second, which redacting does without
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ def compare_source(name: str, deployed: str, release: str, max_diff_lines: int =
 def source_files(collection: Collection) -> pd.DataFrame:
     """One row per file asked for: host, role, path, state, bytes (on the host), modified (UTC), sha256 (as the host
     gave it, before redaction)."""
+    import pandas as pd
+
     rows = []
     for item in collection.items:
         kind, _, path = item["item"].partition(":")
