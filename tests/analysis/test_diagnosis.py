@@ -189,3 +189,15 @@ def test_what_an_indexer_selects_is_held_against_what_is_configured():
     assert "other_topk" not in extract(frame, {"selected": {"indexer": 256}})
     with pytest.raises(ValueError, match="'selected'"):
         extract(frame, {"selected": {"indexer": "all"}})
+
+
+def test_a_handful_of_misses_is_neither_strong_health_nor_more_than_a_weak_name():
+    n = np.linspace(400, 6400, 120).round()
+    frame = pd.DataFrame({"prompt_tokens": n, "needle_token": n / 2, "outcome": "exact", "probe": "recall"})
+    assert diagnose(frame, {"config": CONFIG}).confidence == "strong"
+    stray = diagnose(frame.assign(outcome=["refusal" if i in (17, 60, 95) else "exact" for i in range(120)]))
+    assert (stray.verdict, stray.confidence) == ("healthy", "moderate")
+    for lost in (range(118, 120), range(2)):  # both misses on one side of a place
+        one_side = frame.assign(outcome=["refusal" if i in lost else "exact" for i in range(120)])
+        found = diagnose(one_side, {"config": CONFIG})
+        assert found.confidence == ("moderate" if found.verdict == "healthy" else "weak"), str(found)

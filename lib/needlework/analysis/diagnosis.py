@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from needlework.analysis.features import Feature, extract
-from needlework.analysis.intervals import sentence
+from needlework.analysis.intervals import sentence, wilson
 from needlework.analysis.next_tests import NextTest, missing, next_tests
 from needlework.analysis.odds import BACKGROUND, ELSEWHERE, Signature
 from needlework.analysis.second_cause import BRINGS, clear_signs, rest_of
@@ -25,6 +25,7 @@ from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES
 from needlework.analysis.trials import column, hits
 from needlework.analysis.view import plain_cells
 
+FEW_MISSES = 4  # fewer can lie on one side of anything by chance: weak, unless something else is decisive
 FEW = 24  # below this many measured trials nothing is named with more than weak confidence
 UNSEEN = 0.2  # prior of a class whose conditions nobody tried
 STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one line of evidence; worth mentioning
@@ -156,7 +157,8 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
     ranked = tuple(_ranked(s, share[s.code], single[s.code], seen) for s in order)
     # a budget that cuts every answer leaves nothing measured, and is seen in just that
     told = len(hit) if ranked[0].code == "N3" else measured
-    verdict, causes, confidence = _verdict(ranked, seen, told)
+    missed = measured - int(hit.sum())
+    verdict, causes, confidence = _verdict(ranked, seen, told, missed)
     if (second := _second(trials, evidence, ranked[0], seen)) is not None and measured >= 2 * FEW:
         verdict, causes = "two causes", (ranked[0].code, second.code)
         ranked = (ranked[0], second, *[r for r in ranked[1:] if r.code != second.code])
@@ -241,7 +243,9 @@ def _second(trials: pd.DataFrame, evidence: Any, first: Ranked, seen: dict[str, 
     return _ranked(best, min(first.posterior, share[best.code]), score[best.code], left)
 
 
-def _verdict(ranked: tuple[Ranked, ...], seen: dict[str, Feature], measured: int) -> tuple[str, tuple[str, ...], str]:
+def _verdict(
+    ranked: tuple[Ranked, ...], seen: dict[str, Feature], measured: int, missed: int
+) -> tuple[str, tuple[str, ...], str]:
     top = ranked[0]
     alarms = [n for n, f in seen.items() if (f.presence or 0) >= 0.5 and not _harmless(n)]
     if measured < 6 or not seen:
@@ -250,7 +254,8 @@ def _verdict(ranked: tuple[Ranked, ...], seen: dict[str, Feature], measured: int
         loss = seen.get("loss")
         calm = (loss is None or (loss.presence or 0) < 0.5) and not alarms
         if measured >= FEW and calm:
-            return "healthy", (), "strong" if measured >= 100 else "moderate"
+            clear = measured >= 100 and wilson(measured - missed, measured)[0] >= 0.95
+            return "healthy", (), "strong" if clear else "moderate"
         return "not proven", (), "weak"
     lines = {LINES.get(e.feature, e.feature) for e in top.supporting if e.weight >= WEAK} - {""}
     if measured < FEW or top.posterior < 0.5 or not lines:
@@ -258,7 +263,8 @@ def _verdict(ranked: tuple[Ranked, ...], seen: dict[str, Feature], measured: int
     decided = any(e.weight >= STRONG for e in top.supporting)
     if top.posterior >= 0.9 and measured >= 60 and len(lines) >= 2 and decided:
         return "named", (top.code,), "strong"
-    return "named", (top.code,), "moderate" if top.posterior >= 0.7 else "weak"
+    enough = decided or missed >= FEW_MISSES
+    return "named", (top.code,), "moderate" if top.posterior >= 0.7 and enough else "weak"
 
 
 # Shapes and kinds of loss: no alarm on their own.
