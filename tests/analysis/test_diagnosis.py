@@ -3,8 +3,8 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
-from needlework.analysis.diagnosis import diagnose
-from needlework.analysis.features import extract
+from needlework.analysis.diagnosis import Evidence, Ranked, _verdict, diagnose
+from needlework.analysis.features import Feature, extract
 from needlework.analysis.next_tests import TESTS
 from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES
 from needlework.analysis.view import best_split, settings
@@ -197,7 +197,7 @@ def test_a_handful_of_misses_is_neither_strong_health_nor_more_than_a_weak_name(
     assert diagnose(frame, {"config": CONFIG}).confidence == "strong"
     stray = diagnose(frame.assign(outcome=["refusal" if i in (17, 60, 95) else "exact" for i in range(120)]))
     assert (stray.verdict, stray.confidence) == ("healthy", "moderate")
-    for lost in (range(118, 120), range(2)):  # both misses on one side of a place
-        one_side = frame.assign(outcome=["refusal" if i in lost else "exact" for i in range(120)])
-        found = diagnose(one_side, {"config": CONFIG})
-        assert found.confidence == ("moderate" if found.verdict == "healthy" else "weak"), str(found)
+    seen = {"position_edge": Feature("position_edge", 1.0, "recall falls")}
+    for weight, missed, confidence in ((1.0, 3, "weak"), (1.0, 4, "moderate"), (3.0, 3, "moderate")):
+        ranked = (Ranked("F02", "unit", 0.75, 0.0, (Evidence("position_edge", "recall falls", weight),), ()),)
+        assert _verdict(ranked, seen, 105, missed) == ("named", ("F02",), confidence)
