@@ -29,9 +29,12 @@ BOTTOM_PRIOR = np.array([0.35, 0.20, 0.15, 0.20, 0.10])
 NO_CLIFF_PRIOR, BELOW_PRIOR = 0.10, 0.05
 CERTAIN = 0.95  # posterior at which the search gives up on a cliff in the range
 # A posterior that mixes steps with soft falls is wider than a true step needs: where a step is nearly certain a lower
-# credible level covers 95 %. It must not act at half-certainty, where the fall may be soft and needs all of 0.95. Both
-# numbers are held against simulated endpoints (benchmarks/cliff.py).
-STEP_LEVEL, STEP_POWER = 0.80, 8
+# credible level covers 95 %. It must not act at half-certainty: a soft fall whose first few outcomes look like a step
+# stops early, and needs more than 0.95. The numbers are held against simulated endpoints (benchmarks/cliff.py).
+SOFT_LEVEL, STEP_LEVEL, STEP_POWER = 0.97, 0.75, 8
+# To stop at the first moment that looks certain enough is to stop a little early where the fall is soft: it is asked
+# about until this share less is left open. Where a step is at all likely that is next to nothing.
+SOFT_SHARE, SOFT_POWER = 0.4, 2
 BRACKET_LEVEL = 0.87  # of a step, for the bracket; it decides what is asked next, so recorded runs depend on it
 LOGISTIC = 2 * math.log(9.0)  # logits between 90 % and 10 %
 
@@ -76,7 +79,7 @@ class CliffSearch:
 
     low, high   shortest and longest length in tokens (low < high)
     tolerance   relative half-width that the answer should have: 0.05 is plus or minus 5 %
-    level       posterior probability within the tolerance at which the search stops
+    level       posterior probability within the tolerance at which the search stops (of a soft fall a little more)
     limit       stop after this many measured requests in any case
     seed        jitters lengths inside their cell, so that a comb in the residues can not pose as a cliff
 
@@ -156,10 +159,15 @@ class CliffSearch:
         """True when the answer has the asked tolerance, when there is no cliff in the range, or at the limit."""
         if self.requests >= self.limit:
             return True
-        by_bin = self._posterior().sum(axis=1)
+        weight = self._posterior()
+        by_bin = weight.sum(axis=1)
         if max(by_bin[0], by_bin[-1]) >= CERTAIN:
             return True
-        return by_bin[0] + by_bin[-1] < 1 - CERTAIN and self._inside(by_bin) >= self.level
+        if by_bin[0] + by_bin[-1] >= 1 - CERTAIN:
+            return False
+        step = weight[1:-1, : len(_LEVELS)].sum() / by_bin[1:-1].sum()
+        left = (1 - self.level) * (1 - SOFT_SHARE * (1 - step) ** SOFT_POWER)
+        return bool(self._inside(by_bin) >= 1 - left)
 
     def result(self) -> Cliff:
         """The answer so far."""
@@ -184,7 +192,7 @@ class CliffSearch:
         return Cliff(
             state=state,
             threshold=2.0 ** self._quantile(bins, 0.5),
-            interval=covering(0.95 - (0.95 - STEP_LEVEL) * widths[0] ** STEP_POWER),
+            interval=covering(SOFT_LEVEL - (SOFT_LEVEL - STEP_LEVEL) * widths[0] ** STEP_POWER),
             width_octaves=float(widths @ WIDTHS),
             width_interval=_discrete_interval(WIDTHS, widths),
             top=float(nuisance.sum(axis=(0, 2)) @ TOPS),
