@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import needlework.workbook  # noqa: F401  before anything that imports nbformat: it spares seconds
 import pytest
 
 FIRST = """\

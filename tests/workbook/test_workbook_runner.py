@@ -254,6 +254,10 @@ def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on
     assert cli.main(["run"]) == 3 and "up to date\n    not for this target" in capsys.readouterr().out
 
 
+def test_reading_notebooks_compiles_no_grammar_of_web_addresses():
+    assert "nbformat.validator" in sys.modules and "rfc3987_syntax.syntax_helpers" not in sys.modules
+
+
 def test_live_endpoints_are_measured_by_one_notebook_at_a_time(tmp_path):
     assert runner.Plan(tmp_path).jobs == runner.Plan(tmp_path, target="recorded").jobs == 2
     assert runner.Plan(tmp_path, target="a=http://127.0.0.1:1,b=http://127.0.0.1:2").jobs == 1

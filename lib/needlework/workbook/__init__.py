@@ -7,7 +7,12 @@ A notebook needs `workbook.start(title)`, `workbook.figures`, `workbook.tables`,
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
+
+# nbformat's validator (jsonschema) compiles a grammar of web addresses as it is loaded, which takes seconds and checks
+# nothing in a notebook. It does without where this optional package is not there.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 __all__ = [
     "CannotAnswer",
