@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 # verb -> (module with main(argv) -> exit status, what it does)
@@ -44,6 +45,9 @@ def main(argv: list[str] | None = None) -> int:
     module = importlib.import_module(name)
     try:
         return module.main([verb, *rest] if name in SHARED else rest)
+    except BrokenPipeError:  # whoever read the output has seen enough (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
+        return 141
     except (ValueError, OSError, RuntimeError) as error:
         said = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,3 +75,27 @@ def test_a_plan_within_a_window_asks_nothing_longer():
     assert "abort" not in plan.instruments and "recall" in plan.instruments
     tiny = probes.Plan().within(300)
     assert tiny.instruments == ("reload",) and probes.Plan().within(1 << 20) == probes.Plan()
+
+
+def test_a_server_that_dies_ends_it_with_one_sentence_and_the_same_command_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(probes, "QUICK", SMALL)
+    with mock_endpoint() as mock:
+        argv = ["diagnose", mock.base_url, "--quick", "--yes", "--run", str(tmp_path / "run")]
+
+        def fail(*_, **__):
+            raise RuntimeError("the endpoint's tokenize route fails: the connection was reset")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules["needlework.probes.battery"], "scan_residues", fail)
+            assert command.main(argv) == 2
+        assert capsys.readouterr().err.endswith("is kept, the same command goes on\n")
+        sent = len(mock.chats)
+        assert command.main(argv) == 0 and "Healthy" in capsys.readouterr().out
+        assert len(mock.chats) > sent
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    argv = [sys.executable, "-m", "needlework", "diagnose", str(RUNS / "10_pd_vs_combined")]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.wait(60) == 141 and process.stderr.read() == ""

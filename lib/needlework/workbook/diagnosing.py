@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from needlework import analysis, probes
+from needlework.probes.asks import Stopped
 from needlework.probes.cli import confirm_in_terminal, constants
 from needlework.serving import TransportError
 from needlework.workbook import about, incidents
@@ -56,8 +57,12 @@ def _measure(options: argparse.Namespace) -> Diagnosis:
                 step=lambda name: print(f"asking: {name}", file=sys.stderr),
                 confirm=confirm_in_terminal(options.yes),
             )
-        except TransportError as error:
-            raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
+        except (RuntimeError, TransportError) as error:
+            reason = (
+                f"the endpoint does not answer: {error.reason}" if isinstance(error, TransportError) else str(error)
+            )
+            kept = "" if isinstance(error, Stopped) else "; what was measured is kept, the same command goes on"
+            raise RuntimeError(f"{reason}{kept}") from None
     print(f"{target.describe()}\n{stated}\n\n{measured}\n")
     return analysis.diagnose(measured.trials, {"config": config})
 
