@@ -82,7 +82,7 @@ class Plan:
         return replace(self, **kept, period=period, instruments=left)
 
 
-# in minutes where the whole one takes an hour; it asks about every class, with less to hold against chance
+# a third of the requests and a sixth of the tokens: it asks about every class, with less to hold against chance
 QUICK = Plan(
     lengths=(384, 1024, 2560, 6144),
     arm_lengths=(1536, 2560, 3584, 4608, 6144),
