@@ -194,7 +194,9 @@ witness = json.loads((real.path.parents[1] / "evidence/cached_tokens.json").read
 witness = pd.DataFrame(witness).fillna({"usage": 0})  # vLLM leaves a zero out
 assert (witness["usage"] == witness["prefill_hits"]).all() and len(witness) == 18
 assert (witness["decode_hits"] != witness["prefill_hits"]).sum() == 6
-workbook.tables.table(witness[witness["prompt_tokens"] == 1950], "One prompt, six times: the answer's count and both counters")
+workbook.tables.table(
+    witness[witness["prompt_tokens"] == 1950], "One prompt, six times: the answer's count and both counters"
+)
 
 # %% [markdown]
 # Prefill's, in 18 of 18 answers, also in the 6 where decode's counter says otherwise: *warm* here means that prefill did not compute it.

@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         "http://…, or combined=http://…,pd=http://… (the last arm is examined, the others get identical prompts)",
     )
     parser.add_argument("--run", metavar="DIR", help="folder of the journal; a run that was stopped goes on from it")
-    parser.add_argument("--quick", action="store_true", help="a third of the requests: fewer lengths, residues modulo 16")
+    parser.add_argument("--quick", action="store_true", help="a third of the requests: fewer lengths, 16 residues")
     parser.add_argument("--yes", action="store_true", help="send without asking once the budget is shown")
     parser.add_argument("--seed", type=int, default=0, help="changes text, keys and values together")
     parser.add_argument("--model", help="model name; default: NEEDLEWORK_MODEL, or the first one that is listed")
