@@ -156,7 +156,7 @@ workbook.tables.table(summary, f"Patterns of recall on {arm}")
 # Are these instruments silent where nothing is wrong? They asked vLLM with DeepSeek-V3.2's sparse attention on one H200,
 # one server and a prefill/decode pair, with the checkpoint of [13_known_answers](13_known_answers.ipynb): 16,384 tokens,
 # residues just above the 2,048 tokens that the index selects. The trials are read back, nothing is sent. Guess: which of the
-# five patterns shows?
+# five patterns shows, and is there a second backend?
 
 # %%
 real = probes.Recorded(workbook.incidents.root() / "data/checkpoint/vllm/runs/04_recall_patterns")
@@ -181,9 +181,9 @@ assert real_engine.groupby("arm")["asked"].sum().tolist() == [236, 236]
 assert warm_there.str.startswith("6 of 8 pairs are proved cold then warm").all()
 
 # %% [markdown]
-# None of the five, on either arm: all 236 answers of each are right. Look at *warm or cold*: of 8 pairs only 6 count. The
-# other two prompts were those of the depth profile, asked shortly before, so their first send was warm, and the engine said
-# so. Had the label been believed, two warm prompts would have stood as cold.
+# None of the five, and no second backend, on either arm: all 236 answers of each are right. Look at *warm or cold*: of 8
+# pairs only 6 count. The other two prompts were those of the depth profile, asked shortly before, so their first send was
+# warm, and the engine said so. Had the label been believed, two warm prompts would have stood as cold.
 #
 # But is what a pair says of cached tokens true? It could be decode's count, which tells nothing about what prefill computed.
 # So prompts of three lengths were sent through vllm-router six times each, while one server's prefix cache or the other's
