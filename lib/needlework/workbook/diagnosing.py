@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from needlework import analysis, probes
 from needlework.probes.asks import Stopped
 from needlework.probes.cli import confirm_in_terminal, constants
-from needlework.serving import TransportError
 from needlework.workbook import about, incidents
 from needlework.workbook.targets import open_target
 
@@ -33,11 +32,12 @@ def main(argv: list[str]) -> int:
 
 def _measure(options: argparse.Namespace) -> Diagnosis:
     if options.run is None:
+        table = (
+            f"; to diagnose a table, name a file or a run folder that exists (there is no {options.what[:60]!r} here)"
+        )
         raise ValueError(
-            "name a folder for the journal with --run, so that a run that was stopped can go on; "
-            f"to diagnose a table, name a file or a run folder that exists (there is no {options.what[:60]!r} here)"
-            if "://" not in options.what
-            else "name a folder for the journal with --run, so that a run that was stopped can go on"
+            "name a folder for the journal with --run, so that a run that was stopped can go on"
+            + ("" if "://" in options.what else table)
         )
     plan = probes.QUICK if options.quick else probes.Plan()
     with open_target(options.what, model=options.model) as target:
@@ -57,12 +57,10 @@ def _measure(options: argparse.Namespace) -> Diagnosis:
                 step=lambda name: print(f"asking: {name}", file=sys.stderr),
                 confirm=confirm_in_terminal(options.yes),
             )
-        except (RuntimeError, TransportError) as error:
-            reason = (
-                f"the endpoint does not answer: {error.reason}" if isinstance(error, TransportError) else str(error)
-            )
-            kept = "" if isinstance(error, Stopped) else "; what was measured is kept, the same command goes on"
-            raise RuntimeError(f"{reason}{kept}") from None
+        except Stopped:
+            raise
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}; what was measured is kept, the same command goes on") from None
     print(f"{target.describe()}\n{stated}\n\n{measured}\n")
     return analysis.diagnose(measured.trials, {"config": config})
 
