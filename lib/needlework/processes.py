@@ -24,8 +24,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing.connection import Connection
 
 LOOPBACK = "127.0.0.1"
 LOG_TAIL_BYTES = 64 * 1024
@@ -76,6 +81,24 @@ def die_with_parent(pipe_fd: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+@contextlib.contextmanager
+def worker_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """`workers` fresh Python processes to give work to; they end at once with the block and with this process, however
+    either ends, and whatever they or the queue were at.
+    """
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    context = multiprocessing.get_context("spawn")  # torch and threads do not survive a fork
+    watch, pipe = context.Pipe(duplex=False)
+    with watch, ProcessPoolExecutor(workers, context, _watch_in_worker, (watch,)) as executor, pipe:
+        yield executor
+
+
+def _watch_in_worker(pipe: Connection) -> None:
+    die_with_parent(os.dup(pipe.fileno()))
 
 
 class Child:

@@ -4,9 +4,13 @@ from outside in 120 requests and confirmed by its pages."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import psutil
 import pytest
 from needlework.analysis import diagnose
 from needlework.calibrate.cases import GEOMETRY, PLAN, Case, cases, key
@@ -54,6 +58,38 @@ def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
     assert not any(name.startswith("c4_kv") for name in evidence["pages"])
     inside = diagnose(found.trials, {"config": config, **evidence})
     assert inside.causes == ("F14",) and inside.ranked[0].posterior > max(0.9, outside.ranked[0].posterior)
+
+
+PARENT = """
+import sys
+from needlework.calibrate.cases import Case
+from needlework.calibrate.run import calibrate
+if __name__ == "__main__":
+    calibrate([Case((), seed=seed) for seed in range(100, 104)], sys.argv[1], workers=2)
+"""
+
+
+def _runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # ended, and nobody has asked for its status
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_no_worker_outlives_a_killed_calibration(tmp_path):
+    (tmp_path / "parent.py").write_text(PARENT)
+    parent = psutil.Popen([sys.executable, tmp_path / "parent.py", tmp_path], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while len(family := parent.children(recursive=True)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while (left := list(filter(_runs, family))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in left:
+        process.kill()
+    assert len(family) == 3 and not left, "two workers, and what tracks their semaphores"
 
 
 def test_a_client_that_leaves_is_an_abort():

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, Future, as_completed
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 from needlework.calibrate.cases import GEOMETRY, PLAN, Case, key
 from needlework.probes.battery import Plan, battery
+from needlework.processes import worker_pool
 
 WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share their weights
 
@@ -131,10 +132,7 @@ def calibrate(
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
         if executor is None:
-            import multiprocessing
-
-            context = multiprocessing.get_context("spawn")  # torch and threads do not survive a fork
-            executor = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
+            executor = stack.enter_context(worker_pool(workers))
         futures: dict[Future[dict[str, Any]], Case] = {
             executor.submit(run_case, c, str(folder), plan): c for c in cases
         }
