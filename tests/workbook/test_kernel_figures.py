@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 
 import pandas as pd
-from needlework.workbook import figures, kernel_figures
+from needlework.workbook import engine_figures, figures, kernel_figures
 
 
 def test_figures_have_their_axes_and_alt_text():
     lengths = pd.DataFrame({"kernel": ["a", "a", "b"], "keys": [256, 512, 256], "norm_error": [1e-7, 2e-7, 0.0]})
     ranks = pd.DataFrame({"tokens": [64, 64, 128], "entries": [16, 16, 32], "rank": [1, 9, 30]})
     shift = pd.DataFrame({"format": ["exact", "fp4"], "needle": [0, 0], "rank": [3, 5]})
+    steps = pd.DataFrame({"target_tokens": [64], "first_step": [0.0]})
     drawn = [
         kernel_figures.error_by_length(lengths, 1e-3),
         kernel_figures.recall_by_budget(ranks, [4, 16], lambda n, k: 0.5),
         kernel_figures.rank_shift(shift, by="format", exact="exact", mark=4),
+        engine_figures.first_step_distances({"a": steps}, budget=9),
     ]
     for fig in drawn:
         svg = figures.to_svg(fig)

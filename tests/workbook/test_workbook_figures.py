@@ -64,6 +64,20 @@ def test_logarithmic_ticks_are_readable() -> None:
     assert figures.to_svg(fig) and all(cbook.is_math_text(t) or t == "" for t in labels)
 
 
+def test_each_point_of_a_recall_curve_stands_on_its_own_bar() -> None:
+    fig = figures.recall_curve(trials())
+    lines = fig.axes[0].get_lines()
+    for points in (line for line in lines if line.get_marker() in figures.MARKERS):
+        bars = {b.get_xdata()[0] for b in lines if b.get_color() == points.get_color() and b.get_marker() == "None"}
+        assert set(points.get_xdata()) == bars
+
+
+def test_a_heat_map_speaks_of_tokens_in_words() -> None:
+    frame = pd.DataFrame([[1.0, 0.0]], columns=pd.Index([1024, 6144], name="target_tokens"))
+    ax = figures.heat_map(frame).axes[0]
+    assert ax.get_xlabel() == "prompt tokens" and [t.get_text() for t in ax.get_xticklabels()] == ["1,024", "6,144"]
+
+
 def test_recall_table_counts_no_measurement_apart() -> None:
     table = figures.recall_table(trials())
     row = table[(table["arm"] == "pd") & (table["prompt_tokens"] == 515)].iloc[0]

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 from needlework import analysis
-from needlework.workbook import cli, figures, render, report, runner, tables, verdict, writer
+from needlework.workbook import cli, figures, origin, render, report, runner, tables, verdict, writer
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b]8;;http://evil.example\x07"
 ALT = "A line that rises from one to three over three points."
@@ -38,6 +38,30 @@ def page(*notebooks: nbformat.NotebookNode, title: str = "T", found: verdict.Sum
 
 
 GOOD = verdict.summary(symptom="s", verdict="F14", evidence=["24 of 24"], confidence="high", next_step="fix")
+
+
+@pytest.mark.parametrize(
+    ("library", "data", "word", "said"),
+    [
+        ("kernels", ["data/kernels/h200.json"], "computed", "beside recorded GPU results"),
+        ("analysis", ["data/incidents/x/pages/a.bin"], "recorded", "Read from page dumps of incident x;"),
+        (
+            "analysis",
+            ["data/checkpoint/vllm/runs/r/trials.jsonl"],
+            "recorded",
+            "runs of the checkpoint on vllm;",
+        ),
+        (
+            "lab.deployment",
+            ["data/checkpoint/vllm/runs/r/trials.jsonl"],
+            "live",
+            "also reads recorded runs of",
+        ),
+    ],
+)
+def test_what_was_read_from_recordings_is_not_called_computed(library, data, word, said) -> None:
+    found = origin.origin({"library": [f"needlework.{library}"], "data": dict.fromkeys(data, "digest")})
+    assert found.word == word and said in found.text
 
 
 def test_a_healthy_page_has_no_problem_and_everything_in_it() -> None:

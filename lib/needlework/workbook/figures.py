@@ -31,6 +31,13 @@ HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 ORDER_MAP = "cividis"
 SIGN_MAP = "RdBu_r"
 MAX_SVG_BYTES = 160_000
+# column of a trial table -> what its axis says
+AXES = {
+    "target_tokens": "prompt tokens",
+    "first_turn": "first turn (tokens)",
+    "mode": "how the messages are sent",
+    "depth": "needle depth (0 start, 1 end)",
+}
 # words that say nothing about what is seen; an alt text needs at least four others
 FILLER = frozenset(
     (
@@ -207,7 +214,7 @@ def recall_curve(
     arm: str = "arm",
 ) -> Figure:
     """Recall against realised prompt tokens, one line per arm, Wilson 95 % bars that fade as they widen (a wide bar is
-    weak evidence).
+    weak evidence). Arms after the first are drawn 2.5 % to the right of the one before, so that no bar hides another.
 
     trials: a trial table, or a table that `recall_table` made. edges: name -> token count, drawn as dotted vertical
     lines.
@@ -217,12 +224,13 @@ def recall_curve(
     for i, (name, rows) in enumerate(table.groupby("arm", sort=True)):
         colour, marker = OKABE_ITO[i % len(OKABE_ITO)], MARKERS[i % len(MARKERS)]
         rows = rows[rows["n"] > 0].sort_values("prompt_tokens")
-        axes.plot(rows["prompt_tokens"], rows["recall"], marker=marker, ms=5, lw=1.4, color=colour, label=label(name))
-        for x, low, high in rows[["prompt_tokens", "low", "high"]].to_numpy(float):
+        # two arms stand side by side, each point on its own bar
+        places = rows["prompt_tokens"].astype(float) * (1 + 0.025 * i if log else 1)
+        axes.plot(places, rows["recall"], marker=marker, ms=5, lw=1.4, color=colour, label=label(name))
+        for x, low, high in zip(places, rows["low"], rows["high"], strict=True):
             strength = float(np.clip(1.15 - (high - low), 0.15, 1.0))
-            shift = x * (1 + 0.025 * i) if log else x  # bars of two arms stand side by side
             axes.plot(
-                [shift] * 2,
+                [x] * 2,
                 [low, high],
                 color=colour,
                 lw=4,
@@ -262,6 +270,10 @@ def _log_tokens(axes: Axes) -> None:
     axes.tick_params(axis="x", labelrotation=0, labelsize=9)
 
 
+def _tick(value: object) -> object:
+    return f"{value:,}" if isinstance(value, (int, np.integer)) and not isinstance(value, bool) else value
+
+
 def heat_map(
     frame: pd.DataFrame,
     *,
@@ -272,7 +284,7 @@ def heat_map(
     title: str = "",
 ) -> Figure:
     """A heat map of a small table (index down, columns across) with each number printed; signed centres a diverging
-    map on zero."""
+    map on zero. Token counts on an axis get their commas, and a trial table's column name its words."""
     values = frame.to_numpy(float)
     fig, ax = new(max(4.0, 1.6 + 0.62 * values.shape[1]), max(2.2, 1.2 + 0.36 * values.shape[0]))
     finite = values[np.isfinite(values)]
@@ -286,15 +298,16 @@ def heat_map(
     image = ax.imshow(values, norm=norm, cmap=SIGN_MAP if signed else ORDER_MAP, aspect="auto")
     ax.grid(False)
     ax.set_xticks(
-        range(values.shape[1]), [label(c, 20) for c in frame.columns], rotation=30 if values.shape[1] > 8 else 0
+        range(values.shape[1]), [label(_tick(c), 20) for c in frame.columns], rotation=30 if values.shape[1] > 8 else 0
     )
-    ax.set_yticks(range(values.shape[0]), [label(c, 30) for c in frame.index])
+    ax.set_yticks(range(values.shape[0]), [label(_tick(c), 30) for c in frame.index])
     if values.size <= 400:
         for (row, column), number in np.ndenumerate(values):
             text = fmt.format(number) if np.isfinite(number) else "–"
             dark = np.isfinite(number) and (norm(number) < 0.55 if not signed else abs(norm(number) - 0.5) > 0.3)
             ax.text(column, row, text, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    ax.set(title=label(title, 90), xlabel=label(frame.columns.name or ""), ylabel=label(frame.index.name or ""))
+    down, across = (AXES.get(str(name), name) for name in (frame.index.name or "", frame.columns.name or ""))
+    ax.set(title=label(title, 90), xlabel=label(across), ylabel=label(down))
     fig.colorbar(image, ax=ax, label=label(value), shrink=0.9)
     return fig
 

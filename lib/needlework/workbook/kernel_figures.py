@@ -59,6 +59,7 @@ def recall_by_budget(
             axes.plot([x, x], [low, high], color=colour, lw=3, alpha=0.45, solid_capstyle="butt")
         marker = figures.MARKERS[i]
         axes.plot(shift, [h / n for h in hits], ls="", marker=marker, color=colour, label=f"{tokens:,} tokens")
+    axes.plot([], [], color="#555555", lw=1.2, label="predicted")
     axes.axvline(mark, color="#555555", ls=":", lw=1)
     axes.annotate(f"k = {mark}", (mark, 0.02), xytext=(3, 0), textcoords="offset points", fontsize=8)
     figures._log_tokens(axes)

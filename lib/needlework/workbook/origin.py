@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 # part of a bundle (or of data/) -> how a reader would call it
-PARTS = {"runs": "recorded runs", "evidence": "collected evidence", "pages": "page dumps", "kernels": "GPU timings"}
+PARTS = {"runs": "recorded runs", "evidence": "collected evidence", "pages": "page dumps", "kernels": "GPU results"}
+# folder of data/ -> whose parts they are, in words
+OWNERS = {"incidents": " of incident {}", "checkpoint": " of the checkpoint on {}"}
 KINDS = {
     "lab": "the deployment in a box",
     "vllm": "vLLM on this machine",
@@ -32,14 +34,11 @@ def origin(mark: Mapping[str, Any], kind: str = "lab") -> Origin | None:
     library, data = set(mark["library"]), list(mark.get("data", {}))
     found: dict[str, list[str]] = {}
     for path in data:
-        if match := re.match(r"data/(?:incidents/([^/]+)/)?(runs|evidence|pages|kernels)/", path):
-            found.setdefault(match[1] or "", [])
-            if PARTS[match[2]] not in found[match[1] or ""]:
-                found[match[1] or ""].append(PARTS[match[2]])
-    read = "; ".join(
-        f"{', '.join(sorted(parts))}{f' of incident {name}' if name else ''}"
-        for name, parts in sorted(found.items(), reverse=True)
-    )
+        if match := re.match(r"data/(?:(incidents|checkpoint)/([^/]+)/)?(runs|evidence|pages|kernels)/", path):
+            owner = OWNERS[match[1]].format(match[2]) if match[1] else ""
+            if PARTS[match[3]] not in found.setdefault(owner, []):
+                found[owner].append(PARTS[match[3]])
+    read = "; ".join(", ".join(sorted(parts)) + owner for owner, parts in sorted(found.items(), reverse=True))
     probed = "needlework.probes" in library and "needlework.workbook.targets" in library and kind in KINDS
     if "needlework.lab.deployment" in library or (probed and kind != "lab"):
         also = f" It also reads {read}." if read else ""

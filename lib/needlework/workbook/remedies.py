@@ -33,7 +33,7 @@ ADVICE = {
     ),
     "F14": (
         "serve from one combined server, which moves nothing",
-        "list the buffers that the transfer registers, and compare each one's digest on both sides",
+        "read which buffers the transfer registers: index keys and compressor state must be among them",
     ),
     "F15": ("switch the slower cache tier off", "force the wait before the first read and compare rates"),
     "F16": ("alarm on warnings and fallback counters", "inject one failure and see whether anybody is told"),
