@@ -17,6 +17,7 @@ import ctypes
 import os
 import queue
 import random
+import selectors
 import signal
 import socket
 import subprocess
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 LOG_TAIL_BYTES = 64 * 1024
+PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.PyDLL(None) if sys.platform == "linux" else None  # loaded here: little is safe after a fork
 
 
 def listening_socket(port: int = 0) -> socket.socket:
@@ -81,6 +84,59 @@ def die_with_parent(pipe_fd: int) -> None:
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def bound_to(starter: int) -> Callable[[], None]:
+    """For Popen's `preexec_fn`: the Linux kernel kills the program when the thread that starts it in process `starter`
+    ends. Elsewhere it does nothing.
+    """
+
+    def bind() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != starter:  # it went between fork and here
+                os._exit(1)
+
+    return bind
+
+
+def output_of(
+    command: Sequence[str], *, timeout_s: float, limit_bytes: int = 64 << 20
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program without a shell and without input, and return its status and what it wrote; on Linux it does not
+    outlive this process.
+
+    Of standard output at most `limit_bytes` and one byte more, which tells that there was more: the program is killed
+    there. Of standard error as much; what comes after that is read and dropped. Raises OSError when it cannot be
+    started and subprocess.TimeoutExpired, after killing it, when it runs for longer than `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    with (
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=bound_to(os.getpid()),
+        ) as program,
+        selectors.DefaultSelector() as ready,
+    ):  # fmt: skip
+        assert program.stdout is not None and program.stderr is not None
+        wrote = {program.stdout.fileno(): bytearray(), program.stderr.fileno(): bytearray()}
+        out, err = wrote.values()
+        for number in wrote:
+            ready.register(number, selectors.EVENT_READ)
+        try:
+            while ready.get_map() and len(out) <= limit_bytes:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise subprocess.TimeoutExpired(command, timeout_s)
+                for key, _ in ready.select(left_s):
+                    if chunk := os.read(key.fd, 1 << 16):
+                        wrote[key.fd] += chunk[: limit_bytes + 1 - len(wrote[key.fd])]
+                    else:
+                        ready.unregister(key.fd)
+            if len(out) <= limit_bytes:
+                program.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            program.kill()
+    return subprocess.CompletedProcess(command, program.returncode, bytes(out), bytes(err))
 
 
 @contextlib.contextmanager
@@ -198,18 +254,9 @@ def guard(argv: list[str]) -> int:
     the program with the guard, and what the group leaves in shared memory is removed.
     """
     pipe_fd, grace_s, command = int(argv[0]), float(argv[1]), argv[2:]
-    guard_pid = os.getpid()
-
-    def bind_to_guard() -> None:
-        if sys.platform == "linux":
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-            if os.getppid() != guard_pid:  # the guard went between fork and here
-                os._exit(1)
-
     ending: queue.SimpleQueue[None] = queue.SimpleQueue()  # the one queue that a signal handler may fill
     signal.signal(signal.SIGTERM, lambda *_: ending.put(None))
-    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bind_to_guard, process_group=0)
+    program = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=bound_to(os.getpid()), process_group=0)
 
     def watch_pipe() -> None:
         with contextlib.suppress(OSError):

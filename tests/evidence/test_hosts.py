@@ -5,12 +5,16 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from conftest import MISSING, SOURCE, build_image
 from needlework.evidence import absences, collect, load_plan
+from needlework.evidence import hosts as reading
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if os.path.exists("/usr/sbin/sshd") else None)
 GOOD, SLOW, REFUSING, DEAD = range(5), 5, 6, 7
@@ -87,7 +91,8 @@ def hosts(tmp_path_factory):
     (tools / "ssh").chmod(0o755)
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(root / "sshd_config")], stderr=subprocess.DEVNULL)
+    with (root / "sshd.log").open("wb") as log:
+        server = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(root / "sshd_config")], stderr=log)
     for _ in range(100):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", ports[0])) == 0:
@@ -114,6 +119,8 @@ def test_eight_hosts_one_dead_one_slow_one_refusing(hosts, tmp_path, monkeypatch
     start = time.monotonic()
     result = collect(load_plan(tmp_path / "incident.toml"), progress.append)
     assert time.monotonic() - start < 42 and len(progress) == 8
+    log = (tools.parent / "sshd.log").read_text()
+    assert log.count("Accepted publickey") == 6, "one connection for each host that answers, and for the slow one"
     for number in GOOD:
         rows = {
             (i["role"], i["item"].partition(":")[0]): i["state"]
@@ -142,6 +149,61 @@ def test_eight_hosts_one_dead_one_slow_one_refusing(hosts, tmp_path, monkeypatch
         assert reason in " ".join(said[said["host"] == f"sim{number}"]["finding"])
         assert not any(key[0] == f"sim{number}" for key in result.texts)
     assert said[said["host"] == "sim0"]["item"].str.contains("indexer.py").any()
+
+
+COLLECT = """
+import sys
+from needlework.evidence import collect, load_plan
+collect(load_plan(sys.argv[1]))
+"""
+
+
+def running(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE  # ended, and nobody has asked for its status
+    except psutil.NoSuchProcess:
+        return False
+
+
+@needs_sshd
+def test_nothing_is_left_when_a_collection_is_killed(hosts, tmp_path):
+    """The host takes a minute to answer; what holds the connection and what waits for the answer both end."""
+    tools, _ = hosts
+    (tmp_path / "incident.toml").write_text(
+        f"[[hosts]]\nname='slow'\nvia='ssh'\ntarget='sim{SLOW}'\ntimeout_s=60\n[[hosts.roles]]\nrole='decode'\nunit='a.service'\n"
+    )
+    short = tempfile.mkdtemp(prefix="nw")  # a socket's path has a hundred characters at most
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "TMPDIR": short}
+    parent = psutil.Popen([sys.executable, "-c", COLLECT, tmp_path / "incident.toml"], env=environment)
+    try:
+        deadline = time.monotonic() + 20
+        while len(family := parent.children(recursive=True)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)  # the guard, the connection, and the command that waits
+        assert len(family) == 3 and list(Path(short).rglob("s"))
+        parent.kill()
+        parent.wait()
+        deadline = time.monotonic() + 5
+        while (left := list(filter(running, family))) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not left and not list(Path(short).rglob("s"))
+    finally:
+        shutil.rmtree(short)
+
+
+def test_output_without_end_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(reading, "MAX_OUTPUT_BYTES", 1 << 20)
+    monkeypatch.setitem(reading.COMMANDS, "kernel", ("yes",))
+    host = load_plan(_local(tmp_path)).hosts[0]
+    answer = reading.Shell(host).run("kernel")
+    assert (answer.state, answer.error, len(answer.data)) == ("failed", "cut at 1 MiB", 1 << 20)
+
+
+def _local(folder):
+    path = folder / "incident.toml"
+    path.write_text(
+        "[[hosts]]\nname='here'\nvia='local'\ntimeout_s=5\n[[hosts.roles]]\nrole='combined'\nfiles=['/x']\n"
+    )
+    return path
 
 
 @needs_sshd

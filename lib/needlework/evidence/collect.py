@@ -103,11 +103,11 @@ def _ask_host(host: Host, plan: Plan) -> list[tuple[Role | None, str, Answer]]:
         shell: Shell | Folder = Folder(host) if host.via == "folder" else Shell(host)
     except OSError as error:
         return [(None, "connect", Answer(error=str(error)))]
-    kernel = shell.run("kernel")
-    if kernel.error and host.via == "ssh":  # nothing else can come from a host that cannot be reached
-        return [(None, "connect", kernel)]
-    rows += [(None, "kernel", kernel), (None, "gpu", shell.run("gpu"))]
-    with ThreadPoolExecutor(max_workers=len(host.roles)) as pool:
+    with shell.connected(), ThreadPoolExecutor(max_workers=len(host.roles)) as pool:
+        kernel = shell.run("kernel")
+        if kernel.error and host.via == "ssh":  # nothing else can come from a host that cannot be reached
+            return [(None, "connect", kernel)]
+        rows += [(None, "kernel", kernel), (None, "gpu", shell.run("gpu"))]
         for part in pool.map(lambda role: _ask_role(shell, role, plan, host), host.roles):
             rows += part
     return rows

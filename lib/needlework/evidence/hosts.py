@@ -6,16 +6,21 @@ by the plan and is quoted.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from needlework.evidence.plan import Host
+from needlework.processes import Child, output_of, stop
 
 MAX_OUTPUT_BYTES = 64 << 20
 MAX_FILE_BYTES = 4 << 20
@@ -67,28 +72,66 @@ def argv_of(command: str, **slots: str) -> list[str]:
 
 
 class Shell:
-    """Runs the fixed commands here or, with a target, through the system's ssh and the user's own configuration."""
+    """Runs the fixed commands here or, with a target, through the system's ssh and the user's own configuration.
+
+    Within `connected` all commands of a host share one ssh connection, unless that configuration shares one already.
+    """
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.deadline = time.monotonic() + host.timeout_s
+        self._sharing: list[str] = []
+        self._refused: Answer | None = None
+
+    def _ssh(self, *options: str) -> list[str]:
+        assert self.host.target is not None
+        return [
+            "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ClearAllForwardings=yes",
+            "-o", f"ConnectTimeout={max(1, int(min(10, self.host.timeout_s)))}", "-T", *options, "--", self.host.target,
+        ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Hold the one connection; it and its socket are gone with the block, and with this process however it ends.
+
+        Where sharing does not come about, each command connects by itself and says what is wrong.
+        """
+        with contextlib.ExitStack() as stack:
+            shared = self.host.via == "ssh" and re.search(rb"(?m)^controlpath ", self._run(self._ssh("-G")).data)
+            if self.host.via == "ssh" and not shared:
+                with contextlib.suppress(OSError):  # no room for a socket
+                    self._share(stack)
+            yield
+
+    def _share(self, stack: contextlib.ExitStack) -> None:
+        path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="nw"))) / "s"
+        options = ("-o", f"ControlPath={path}", "-o", "ControlPersist=no")
+        command = self._ssh(*options, "-o", "ControlMaster=yes", "-N")
+        # the guard's second: told to end, ssh removes its socket
+        child = Child("ssh", [sys.executable, "-m", "needlework.processes", "{watch}", "1", *command])
+        stack.callback(stop, [child])
+        while child.alive and not path.exists() and time.monotonic() < self.deadline:
+            time.sleep(0.02)
+        if path.exists():
+            self._sharing = [*options, "-o", "ControlMaster=no"]
+        elif child.process.returncode == 255:
+            self._refused = _unreached(child.log_tail(1))
 
     def run(self, command: str, **slots: str) -> Answer:
+        """Run one of `COMMANDS`, its slots filled in, within what is left of the host's time."""
         if command == "http" and self.host.via == "local":
             return _get(slots["url"])
         argv = argv_of(command, **slots)
         if self.host.via == "ssh":
-            assert self.host.target is not None
-            argv = [
-                "ssh", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ClearAllForwardings=yes",
-                "-o", f"ConnectTimeout={max(1, int(min(10, self.host.timeout_s)))}", "-T", "--", self.host.target,
-                shlex.join(argv),
-            ]  # fmt: skip
+            argv = [*self._ssh(*self._sharing), shlex.join(argv)]
+        return self._refused or self._run(argv)
+
+    def _run(self, argv: list[str]) -> Answer:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
             return Answer(error=f"no time left (the host's {self.host.timeout_s:g} s are used up)")
         try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s, check=False)
+            done = output_of(argv, timeout_s=left_s, limit_bytes=MAX_OUTPUT_BYTES)
         except FileNotFoundError:
             return Answer(error=f"{argv[0]} is not installed", missing=True)
         except subprocess.TimeoutExpired:
@@ -118,7 +161,7 @@ def _judge(via: str, program: str, done: subprocess.CompletedProcess[bytes]) -> 
     text = done.stderr.decode("utf-8", "replace").strip().splitlines()
     said = text[-1][:300] if text else ""
     if via == "ssh" and done.returncode == 255:
-        return Answer(error=f"ssh could not connect: {said or 'no reason given'}")
+        return _unreached(said)
     if len(done.stdout) > MAX_OUTPUT_BYTES:
         return Answer(done.stdout[:MAX_OUTPUT_BYTES], error=f"cut at {MAX_OUTPUT_BYTES >> 20} MiB")
     if done.returncode:
@@ -128,6 +171,10 @@ def _judge(via: str, program: str, done: subprocess.CompletedProcess[bytes]) -> 
         )
         return Answer(done.stdout, error=said or f"{program} ended with status {done.returncode}", missing=missing)
     return Answer(done.stdout)
+
+
+def _unreached(said: str) -> Answer:
+    return Answer(error=f"ssh could not connect: {said.strip()[:300] or 'no reason given'}")
 
 
 class Folder:
@@ -150,6 +197,10 @@ class Folder:
         """The file under the root, or None when it is missing or a link leads outside."""
         real = (self.root / path.lstrip("/")).resolve()
         return real if real.is_file() and real.is_relative_to(self.root) else None
+
+    def connected(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is held: the files are here."""
+        return contextlib.nullcontext()
 
     def run(self, command: str, **slots: str) -> Answer:
         handler = getattr(self, "_" + command.replace("-", "_"), None)
@@ -193,7 +244,9 @@ class Folder:
     def _journal(self, unit: str, lines: str, since: str | None = None) -> Answer:
         exported = self._inside(f"var/log/journal/{unit}.jsonl")
         if exported:
-            rows = exported.read_bytes()[-MAX_OUTPUT_BYTES:].splitlines()[-int(lines) :]
+            with exported.open("rb") as handle:
+                handle.seek(max(0, exported.stat().st_size - MAX_OUTPUT_BYTES))
+                rows = handle.read(MAX_OUTPUT_BYTES).splitlines()[-int(lines) :]
             return Answer(b"\n".join(rows) + b"\n")
         journals = [
             path
@@ -205,9 +258,7 @@ class Folder:
         argv = argv_of("journal-since" if since else "journal", unit=unit, lines=lines, since=since or "")
         argv[1:1] = [f"--file={path}" for path in journals]
         try:
-            done = subprocess.run(
-                argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=self.host.timeout_s, check=False
-            )
+            done = output_of(argv, timeout_s=self.host.timeout_s, limit_bytes=MAX_OUTPUT_BYTES)
         except FileNotFoundError:
             return Answer(
                 error="journalctl is not installed; export the journal with `journalctl -o json` instead", missing=True

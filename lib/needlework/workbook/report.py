@@ -15,6 +15,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from needlework.processes import output_of
 from needlework.workbook import incidents, origin, render, runner, tables, verdict
 from needlework.workbook.page_check import problems
 
@@ -192,7 +193,7 @@ def take_picture(
             *(f"--window-size={width},{height}", f"--screenshot={shot}", page_path.resolve().as_uri()),
         ]
         try:
-            subprocess.run(command, capture_output=True, timeout=timeout_s, check=True)
+            output_of(command, timeout_s=timeout_s).check_returncode()
         except (subprocess.SubprocessError, OSError) as error:
             raise RuntimeError(f"Chromium could not draw the report ({type(error).__name__})") from None
         picture.parent.mkdir(parents=True, exist_ok=True)
