@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 
 # verb -> (module with main(argv) -> exit status, what it does)
 VERBS = {
@@ -32,6 +36,22 @@ def usage() -> str:
     return f"usage: needlework VERB …   (needlework VERB --help for its options)\n\n{rows}\n"
 
 
+@contextlib.contextmanager
+def _ending_in_order() -> Iterator[None]:
+    """SIGTERM, and the end of the terminal, leave `with` blocks as Ctrl-C does: what was started ends, temporary files
+    go. A signal that somebody else handles or ignores (nohup) stays as it is.
+    """
+    wanted = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    ours = [number for number in wanted if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
@@ -44,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     name = VERBS[verb][0]
     module = importlib.import_module(name)
     try:
-        return module.main([verb, *rest] if name in SHARED else rest)
+        with _ending_in_order():
+            return module.main([verb, *rest] if name in SHARED else rest)
     except BrokenPipeError:  # whoever read the output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return 141

@@ -14,6 +14,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from needlework import __main__
 from needlework.workbook import cli, incidents, runner, writer
 
 
@@ -160,6 +161,25 @@ def test_ctrl_c_leaves_no_process(small: Path) -> None:
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130 and errors.count("\n") <= 2 and "stopped" in errors and "Traceback" not in errors
     assert gone(int(mark.read_text())) and all(gone(p.pid) for p in below)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_told_to_end_leaves_its_blocks_in_order(number: signal.Signals) -> None:
+    before, left = signal.getsignal(number), []
+    signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, __main__._ending_in_order():
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(5)
+            finally:
+                left.append("the block")
+        assert ended.value.code == 128 + number and left and signal.getsignal(number) is signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN)  # as under nohup
+        with __main__._ending_in_order():
+            os.kill(os.getpid(), number)
+    finally:
+        signal.signal(number, before)
 
 
 RECORDS = """import os, pathlib
