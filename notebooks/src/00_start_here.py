@@ -20,7 +20,7 @@ from needlework import workbook
 start = workbook.start("Choose what to examine")
 
 # %% [markdown]
-# What a reader may change stands in the next cell, and only there.
+# Everything that you may want to change is in the next cell, and only there.
 
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
@@ -40,8 +40,8 @@ fitness
 assert fitness.fit, f"this machine lacks: {', '.join(fitness.missing)}"
 
 # %% [markdown]
-# Everything that is *required* is met. What is *optional* serves single steps: without Chromium there is no picture of
-# the report, without an SSH client no evidence from other hosts; the notebooks say so where it matters.
+# Everything *required* is met. Each *optional* row serves one step: without Chromium there is no picture of the report,
+# without an SSH client no evidence from other hosts. The notebooks say so where it matters.
 
 # %% [markdown]
 # ## Which incident?
@@ -91,9 +91,9 @@ assert arms, "a target has at least one arm"
 # when a notebook first uses it, so opening the target above cost nothing.
 
 # %% [markdown]
-# ### A wrong target is said in one sentence
+# ### A mistyped target gets a one-sentence answer
 #
-# A typing error should cost a minute, not an hour. Guess what this target lacks before reading the answer.
+# A typing error should cost a minute, not an hour. Guess what is wrong with this target before you read the answer.
 
 # %%
 try:

@@ -14,7 +14,7 @@
 # **You will do:** read one collection of a whole deployment: units, environment, arguments, logs, sources, server answers.
 #
 # **You will learn:** which value is in force on which role and where it came from; what the logs name and what they do
-# not; how deployed source is held against its release; and that something missing is a finding too.
+# not; how deployed source is compared with its release; and that something missing is a finding too.
 #
 # **You need:** nothing but this repository. To collect from your own machines, write an `incident.toml` and run
 # `needlework collect incident.toml --out evidence`.
@@ -66,8 +66,8 @@ assert missing["finding"].str.contains("another service").any(), "the prefill lo
 workbook.tables.table(missing, "Absence as a finding")
 
 # %% [markdown]
-# Four rows deserve a pause. One source file that the investigation named is not at its path, so whatever scores the keys
-# is some other file. The combined unit exists and is inactive: the decisive experiment is prepared but not running. A
+# Four rows deserve a pause. One source file that the investigation named is not at its path, so the keys are scored by
+# some other file. The combined unit exists and is inactive: the decisive experiment is prepared but not running. A
 # unit without a kernel switch does not mean that no switch is set. And the prefill unit's log is not an engine's log.
 
 # %%
@@ -120,14 +120,20 @@ decisive = differing[differing["weight"] == "decisive"]
 workbook.tables.table(differing, "Settings that differ between the roles, decisive ones first")
 
 # %%
+sides = [role for role in ("prefill", "decode", "combined") if role in differing.columns]
 verdict = "agree on every decisive setting" if decisive.empty else f"differ in {', '.join(decisive['setting'])}"
-print(f"Prefill, decode and combined {verdict}.")
+print(f"{' and '.join(sides)} {verdict}")
+assert decisive["setting"].tolist() == ["disable_radix_cache"], "another decisive difference, or none"
 
 # %% [markdown]
+# *Decisive* means that such a difference can lose context, not that this one does. Here it is the prefix cache (SGLang's
+# radix cache): prefill has one, decode has none. In a pair that is normal, since only prefill computes prompts. Page size,
+# dtype, budget and chunk are the same on both sides. (The combined server is stopped and states nothing.)
+#
 # ## What the logs name
 #
 # Each line is sorted into categories by whole words: `inf` is not found in `info`. A category that no line falls into
-# keeps its row, because that is what the incident's engineer needed to know: the failure leaves no trace.
+# keeps its row: that nothing was found is an answer too.
 
 # %%
 host = items.loc[items["role"] == "decode", "host"].iloc[0]
@@ -142,6 +148,7 @@ workbook.tables.table(
 said = log["message"].str.extract(r'"(?P<request>[A-Z]+ /[^ ?"]*)[^"]*" (?P<status>\d{3})').fillna("no request")
 requests = said.value_counts().rename("lines").reset_index()
 assert requests["lines"].sum() == len(log) and (requests["status"] == "200").all()
+assert requests["lines"].max() == 3996 and not requests["request"].str.contains("completions").any()
 workbook.tables.table(requests, f"What the {len(log):,} lines are instead: requests and their status")
 
 # %%
@@ -166,8 +173,9 @@ workbook.tables.table(pd.DataFrame(heads), "The first lines of both logs, as the
 
 # %% [markdown]
 # No line of the decode log names a NaN, an infinity, corruption, a mismatch, an abort, an eviction, a traceback or lack of
-# memory, nor chunk, radix or prefix: it is requests answered with 200. The prefill log speaks of credentials and system
-# health. The clean log neither proves health nor shows the fault: whatever happens is not noticed by the code that logs.
+# memory, nor chunk, radix or prefix. But look at what the lines *are*: 3,996 of 4,000 are polls of `/metrics`, and not one
+# is a chat request. The prefill log, about credentials and system health, is another service's. So the logs neither prove
+# health nor show the fault: they may not even cover a request that failed.
 #
 # ## The deployed source
 #
@@ -190,8 +198,8 @@ assert [c.name for c in compared] == ["attention.py"] and (compared[0].added, co
 compared[0]
 
 # %% [markdown]
-# It is not. The two lines that the deployed file lacks are a short cut of the release for a single row; the path behind it
-# is the same. A difference is a lead, not a culprit: [08_sparse_mla_decode](08_sparse_mla_decode.ipynb) runs the code.
+# It is not: it lacks two lines, the release's shortcut for a single row. The general path is the same. A difference is a
+# lead, not a culprit: [08_sparse_mla_decode](08_sparse_mla_decode.ipynb) runs the code.
 #
 # ## What we found
 #
@@ -199,12 +207,13 @@ compared[0]
 # * The search for kernel and cache settings is empty in units and environment; the wrapper scripts hold them.
 # * One of two named source files does not exist at its path; the other differs from its release by two lines.
 # * The prefill unit's log belongs to another service.
-# * 4,000 lines of the decode log hold no sign of corruption: the failure is silent.
-# * The roles were compared setting by setting; the cell above says in one line whether a decisive one differs.
+# * 4,000 lines of the decode log hold no sign of corruption, but 3,996 of them are polls of `/metrics`: they clear nothing.
+# * Of the decisive settings only the prefix cache differs between prefill and decode, as is normal in a pair.
 #
 # ## What would change our mind
 #
-# A decisive difference between prefill and decode would move the suspicion to configuration before any measurement. A
-# line in the corrupt or mismatch category, joined to a failing trial by request id, would do the same for the transfer.
+# A difference in page size, dtype, layout or budget between prefill and decode would move the suspicion to configuration
+# before any measurement. A line in the corrupt or mismatch category, joined to a failing trial by request id, would do the
+# same for the transfer.
 #
 # **Next:** [02_reproduce_symptom](02_reproduce_symptom.ipynb): can we make it forget?

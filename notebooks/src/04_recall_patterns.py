@@ -5,8 +5,8 @@
 #
 # **You will do**: run five short instruments on the arm that loses recall, each made for one pattern.
 #
-# **You will learn**: that a round grid of lengths is blind to a comb, that "warm" has to be proved, and how a pattern
-# excludes whole classes of mechanisms.
+# **You will learn**: that a round grid of lengths is blind to a comb (every n-th length fails), that "warm" has to be
+# proved, and how a pattern excludes whole classes of mechanisms.
 #
 # **You need**: nothing for the default target.
 
@@ -49,8 +49,8 @@ opened
 # %% [markdown]
 # ## Depth
 #
-# A window, a chunk or a transfer cuts the prompt at a token; a weak model fades. The picture of the depths tells them
-# apart.
+# A window, a chunk or a transfer cuts the prompt at one token; a weak model fades gradually. The picture of the depths
+# tells the two apart.
 
 # %%
 depth = probes.depth_profile(endpoint, run or None, length=length, depths=depths, repeats=1, **ask)
@@ -71,20 +71,24 @@ workbook.tables.table(
 )
 
 # %% [markdown]
-# `needle_token` is where the value stands. If the places that hold and the places that fail are separated by one number,
-# that number is a boundary of something: compare it with the chunk size, the window, the page.
+# `needle_token` is where the value stands. If one number separates the places that hold from the places that fail, it is
+# a boundary of something: compare it with the chunk size, the window, the page. The very end is a case of its own:
+# attention reads the most recent tokens (the window) whatever the index selects, so a value there may be found again.
 
 # %%
 kept, lost = (set(marks[marks["found"] == f]["needle_token"].dropna().astype(int)) for f in (1, 0))
 edge = (max((t for t in kept if t < min(lost)), default=0), min(lost)) if lost else None
 print("no place is lost" if edge is None else f"the first loss lies between tokens {edge[0]:,} and {edge[1]:,}")
+window = workbook.deployed(bundle, opened).config.get("window", "not known")
+if edge is not None and kept and max(kept) > max(lost):
+    print(f"found again {length - max(kept):,} tokens before the end; window: {window}")
 
 # %% [markdown]
 # ## Residue of the length
 #
-# Compression works in groups, pages hold 64 entries, tiles have edges: a fault there hits one length in 4, 8 or 128, and
-# lengths such as 1,000 and 2,000 never meet it. So every length of a period is asked once, cold and again warm, and any
-# suspect is asked again at new lengths.
+# Compression works in groups, pages hold 64 entries, tiles have edges: a fault there may hit only one length in 4, 8 or
+# 128, and round lengths such as 1,000 and 2,000 may never meet it. So every length of a period is asked once cold and once
+# warm, and any suspect is asked again at new lengths.
 
 # %%
 try:
@@ -115,8 +119,9 @@ assert warmth.verdict == "not proven" or proved >= 2, "a verdict without a prove
 print(warmth)
 
 # %% [markdown]
-# Two outcomes matter. Lost only when warm: the cached prefix lacks something. Lost only when cold: whatever fills
-# the cache the first time loses something, and a second send hides it.
+# Three outcomes matter. Lost only when warm: the cached prefix lacks something. Lost only when cold: whatever fills
+# the cache the first time loses something, and a second send hides it. Lost alike in both, as on the default target: the
+# state of the prefix cache plays no part.
 
 # %% [markdown]
 # ## Concurrency and request count
@@ -145,10 +150,10 @@ summary = pd.DataFrame(
 workbook.tables.table(summary, f"Patterns of recall on {arm}")
 
 # %% [markdown]
-# A pattern that is absent excludes as much as one that is present includes, as far as it was looked for. On the default
-# target: no comb up to this period, so groups of four are not the matter; no pair differs with four requests in flight, so a
-# race would have to be rare; and what is lost lies in one stretch of places with a sharp start, which is not how a weak
-# model fades.
+# *finding* says that values were lost, not that they were lost by this pattern: read the sentence beside it. An absent
+# pattern excludes as much as a present one includes, within the range that was searched. On the default target there is no
+# comb up to this period, so groups of four are not the cause; no pair differs with four requests in flight, so a race would
+# have to be rare; and what is lost lies in one stretch of places with a sharp start, which is not how a weak model fades.
 
 # %% [markdown]
 # ## A real engine, healthy
@@ -183,7 +188,7 @@ assert warm_there.str.startswith("6 of 8 pairs are proved cold then warm").all()
 # %% [markdown]
 # None of the five, and no second backend, on either arm: all 236 answers of each are right. Look at *warm or cold*: of 8
 # pairs only 6 count. The other two prompts were those of the depth profile, asked shortly before, so their first send was
-# warm, and the engine said so. Had the label been believed, two warm prompts would have stood as cold.
+# warm, and the engine said so. Had the label been believed, two warm prompts would have counted as cold.
 #
 # But is what a pair says of cached tokens true? It could be decode's count, which tells nothing about what prefill computed.
 # So prompts of three lengths were sent through vllm-router six times each, while one server's prefix cache or the other's
@@ -199,7 +204,8 @@ workbook.tables.table(
 )
 
 # %% [markdown]
-# Prefill's, in 18 of 18 answers, also in the 6 where decode's counter says otherwise: *warm* here means that prefill did not compute it.
+# Prefill's, in 18 of 18 answers, also in the 6 where decode's counter says otherwise: *warm* here means that prefill did
+# not compute those tokens again.
 
 # %% [markdown]
 # ## What we found

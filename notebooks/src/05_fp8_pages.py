@@ -57,7 +57,8 @@ layout
 # $$\text{value} = \text{page} \cdot 8448 + \text{slot} \cdot 128 + d \qquad
 # \text{scale} = \text{page} \cdot 2112 + 2048 + \text{slot} \;\;(\text{in floats})$$
 #
-# Both follow from the record above. Check them on a page of random keys, with nothing but slices.
+# Both follow from the table above, in which P is the number of entries in a page. Check them on a page of random keys,
+# with nothing but slices.
 
 # %%
 generator = torch.Generator().manual_seed(seed)
@@ -76,14 +77,14 @@ assert float(error) <= float(keys[page * 64 + slot].abs().max()) / 16
 assert float(codes.abs().max()) == 448.0
 
 # %% [markdown]
-# The slices give the key that was stored, within half a step of three mantissa bits: the incident's arithmetic is right. And the
-# largest code is 448, the largest number of the format. That is the mark of the writer: **every** written key reaches it, so a
-# page that does not is suspect even when nobody knows what it should hold.
+# The slices give the key that was stored, to within half a step of fp8's three mantissa bits: the incident's arithmetic is
+# right. And the largest code is 448, the largest number of the format. That is the mark of the writer: **every** written key
+# reaches it, so a key that does not is suspect even when nobody knows what it should hold.
 
 # %% [markdown]
 # ## Walk through it
 #
-# Bytes left, scales right; the table shows one field of one slot in hex and in numbers.
+# On the left each entry's bytes, on the right its scale; the table gives one field of one slot in hex and as numbers.
 
 # %%
 page_figures.PageExplorer(pages.Dump(pool, layout.name, role="synthetic", pool="index keys"), slot=slot)
@@ -119,17 +120,19 @@ workbook.figures.show(
 # %%
 found = pages.identify(pool[:1])
 noise = pages.identify(torch.randint(0, 256, (8448,), dtype=torch.uint8, generator=generator))
-assert found["layout"][0] == "dsa-index-fp8" and noise["layout"][0] == "none of these"
+assert found["layout"][:2].tolist() == ["dsa-index-fp8", "dsa-index-fp8-fnuz"]
+assert noise["layout"][0] == "none of these"
 workbook.tables.table(found.head(4)[["layout", "page_tokens", "fit", "sentence"]], "What one unlabelled page could be")
 
 # %% [markdown]
-# They can, and random bytes are refused: *none of these*.
+# Almost. The runner-up is the same layout in AMD's FNUZ codes: its writer leaves the same marks, so only the card settles
+# between those two. Random bytes are refused: *none of these*.
 
 # %% [markdown]
 # ## Break a page, and see whether it is noticed
 #
 # Four classic accidents, one on each page: a key that was never written, a scale block shifted by three slots, a copy that stopped
-# halfway, rows of 132 bytes written into a page that wants a footer.
+# halfway, rows of 132 bytes written into a page that keeps its scales at the end.
 
 # %%
 damaged = pool.clone()
@@ -197,8 +200,8 @@ worst = next(dump for dump in received if len(lost) == 0 or dump.pool == lost["p
 page_figures.PageExplorer(worst, slot=slot, field="scales", start=edge, stills=[0, edge - 1, edge, len(worst.raw) - 1])
 
 # %% [markdown]
-# Page 7 is full, page 8 is empty, codes and scales alike: this is no rounding, no scale, no wrong layout. Prefill's own pages must
-# be healthy for that reading to hold.
+# Page 7 is full, page 8 is empty, codes and scales alike: neither rounding nor a wrong scale nor a wrong layout does that.
+# The reading holds only if prefill's own pages are healthy:
 
 # %%
 kept = [pages.diagnose(dump.raw, dump.record, dump.page_tokens, live=dump.live) for dump in sent]
