@@ -47,12 +47,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="process tables are read from /proc")
 def hear_ctrl_c():
     """A test run in the background inherits an ignored SIGINT; a terminal's program does not."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="process tables are read from /proc")
 def test_nothing_is_left_when_the_parent_is_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and len(parent.stdout.readline().split()) == 3

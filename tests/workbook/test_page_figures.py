@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 from needlework.pages import LAYOUTS, Dump, compare_dumps
-from needlework.workbook import figures, page_figures
+from needlework.workbook import page_figures
 
 
 @pytest.fixture(params=["dsa-index-fp8", "v4-mla-fp8", "v41-mla-fp4"])
@@ -61,6 +61,5 @@ def test_journey_marks_exactly_the_lost_pages(dump):
 
 def test_page_plan_outlines_one_slot(dump):
     fig = page_figures.page_plan(dump.record, slot=3)
-    assert figures.to_svg(fig).startswith("<?xml") or "<svg" in figures.to_svg(fig)
     outlined = sum(patch.get_width() * patch.get_height() for patch in fig.axes[0].patches)
     assert outlined == dump.record.token_bytes

@@ -25,7 +25,8 @@ def test_still_shows_every_frame_behind_a_radio_button_without_a_script() -> Non
     assert [b.get("checked") is not None for b in buttons] == [False, True, False]
     assert {lab["for"] for lab in soup.find_all("label")} == {b["id"] for b in buttons}
     assert len({b["name"] for b in buttons}) == 1 and soup.find("legend").text == "size"
-    assert all(img["src"].startswith("data:image/") and img["alt"] for img in soup.find_all("img"))
+    images = soup.find_all("img")
+    assert len(images) == 2 and all(img["src"].startswith("data:image/") and img["alt"] for img in images)
     assert not soup.find("script") and "It grows." in soup.text
 
 

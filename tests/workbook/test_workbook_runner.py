@@ -36,9 +36,7 @@ def test_whole_run_same_bytes_stale_only_and_report(small: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert set(first) == {"00_words.ipynb", "01_end.ipynb"} and " s\n" in said and "index.html" in said
     mark = nbformat.reads(first["00_words.ipynb"].decode(), 4).metadata["needlework"]
-    assert list(mark["data"]) == ["data/incidents/one/incident.toml", "data/incidents/one/words.txt"] or list(
-        mark["data"]
-    ) == ["data/incidents/one/words.txt"]
+    assert list(mark["data"]) == ["data/incidents/one/words.txt"]
     assert {"needlework.workbook.tables", "needlework.workbook.figures"} <= set(mark["library"])
     assert "needlework.workbook.trace" not in mark["library"]
 

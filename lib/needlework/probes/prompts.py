@@ -34,13 +34,6 @@ class Prompt:
         return self.messages[-1]["content"]
 
 
-def unique_share(text: str, n: int = 8) -> float:
-    """Share of distinct n-grams of words: 1 is text without repetition, near 0 one block repeated."""
-    parts = text.split()
-    grams = [tuple(parts[i : i + n]) for i in range(len(parts) - n + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
-
-
 @lru_cache(maxsize=8)
 def _stream(genre: str, seed: str) -> tuple[Random, list[str]]:
     return Random(seed), []

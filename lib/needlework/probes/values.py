@@ -18,13 +18,6 @@ def check_digit(digits: str) -> str:
     return str(-total % 10)
 
 
-def check_digit_holds(value: str) -> bool | None:
-    """Does the last digit of an all-digit value fit the others? None for other kinds of value."""
-    if not (value.isascii() and value.isdigit() and len(value) >= 2):
-        return None
-    return check_digit(value[:-1]) == value[-1]
-
-
 def draw(kind: str, r: Random) -> str:
     """A value of the kind; raises ValueError for an unknown kind."""
     if kind in ("digits5", "digits7"):
