@@ -12,8 +12,8 @@
 # %% [markdown]
 # ## Start
 #
-# In the incident this kernel was *read* and found right; its formula was tested, the kernel itself never ran where it could
-# fail. Here it runs.
+# In the incident this kernel was *read*, and its formula and addresses found right; it was never run where it could fail.
+# Here it runs.
 
 # %%
 import pandas as pd
@@ -94,8 +94,8 @@ pd.DataFrame({"position": positions, "keys seen": seen})
 # %% [markdown]
 # ## The check
 #
-# Guess: how many of these cases did the formula test of the incident cover? Each runs twice on poisoned memory, over two backgrounds
-# (NaN, then garbage, in every byte that must not count); every result is held against the reference bit by bit or within a limit.
+# Guess: which of these cases does reading the source settle? Each runs twice on poisoned memory, over two backgrounds (NaN,
+# then garbage, in every byte that must not count); every result is compared with the reference, bit by bit or within a limit.
 
 # %%
 result = check(candidate, "indexer_logits", size="small", device="cpu")
@@ -108,7 +108,8 @@ worst = result.table["norm_error"].max()
 assert worst < 1e-3
 
 # %% [markdown]
-# No case fails. The limit for this operation is 1e-3, because fp8 products in tensor cores keep about 14 bits of a sum; on a CPU
+# No case fails. (Reading settles the formula; an empty row, a partial page or a large page id shows only in a run.) The limit
+# for this operation is 1e-3, because fp8 products in tensor cores keep about 14 bits of a sum; on a CPU
 # the kernel computes in float32 and stays far below it. The page ids *around 2^31 bytes* are worth a second look: a kernel that
 # multiplies page id and page size in 32 bits reads another page from page 254,200 on.
 
@@ -128,8 +129,8 @@ workbook.tables.table(others, "Other scoring kernels")
 # %% [markdown]
 # ## Does it stay right as the row grows?
 #
-# One needle, one query, rows from 256 to 65,536 keys: the reference in float32 against itself in float64. Guess whether the error grows
-# with the length.
+# One needle, one query, rows from 256 to 65,536 keys: the reference and the kernel in float32 against the reference in float64.
+# Guess whether the error grows with the length.
 
 # %%
 rows = []
@@ -165,8 +166,8 @@ assert lengths["keys"].max() == max(sweep_tokens) // 4
 # %% [markdown]
 # ## A kernel that is broken on purpose
 #
-# This one skips the last, partial page when the length is not a multiple of 64: it leaves what the allocator handed out. A random test at
-# lengths 512 or 4,096 passes it.
+# This one skips the last, partial page when the length is not a multiple of 64: there it leaves whatever the
+# allocator handed out. A random test at lengths 512 or 4,096 passes it.
 
 
 # %%
@@ -191,6 +192,9 @@ assert "nan" in caught.failures["detail"].iloc[0]
 
 # %% [markdown]
 # ## What was recorded on a GPU
+#
+# `ours_over_this` compares times: below 1 our twin is faster. `bar` is the ratio that was aimed at, `share_of_copy` the
+# bandwidth as a share of what a plain copy reaches.
 
 # %%
 gpu, setting = kernel_figures.recorded_gpu("indexer_logits")
@@ -220,7 +224,7 @@ assert open_topics["topic"].str.contains("what the engine hands the kernel").any
 # ## What we found
 #
 # * Value and scale of a key lie where the formula says; the incident's 2,112 and 2,048 are right.
-# * The scoring kernel agrees with the reference in every case that it may not refuse, page ids past 2^31 bytes included.
+# * The scoring kernel agrees with the reference in every case that it claims to handle, page ids past 2^31 bytes included.
 # * Its error does not grow from 256 to 65,536 keys, so length alone does not explain a cliff here.
 #
 # ## What would change our mind
