@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from needlework.analysis.trials import OUTCOMES
 from needlework.probes.grade import edit_distance, grade, value_logprob
@@ -66,6 +68,14 @@ def test_cut_and_reasoning_only_are_no_measurement():
     assert outcome("81392 as the notes say, and", finish="length") == "exact"
     assert outcome("", reasoning="the code is 81392", finish="length") == "reasoning_only"
     assert outcome("81392", reasoning="hm") == "exact"
+
+
+def test_thoughts_are_taken_out_in_one_pass():
+    assert outcome("a <think>12345</think>b <think>c</think> 81392") == "exact"
+    assert outcome("<think>81392</think> I do not know.") == "refusal"
+    began = time.process_time()
+    assert outcome("<think>" * 30_000 + "81392") == "reasoning_only"
+    assert time.process_time() - began < 1
 
 
 def test_foreign_content_is_named():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +55,37 @@ def test_torn_last_line_is_set_aside_and_the_next_append_is_whole(tmp_path):
     with Journal(run) as journal:
         journal.append(row(5))
     assert len(load_trials(run)) == 4
+
+
+@contextlib.contextmanager
+def full_at(size):
+    """No file of this process grows past `size` bytes: what fits is written, then the system refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_old_manifest(tmp_path):
+    run = tmp_path / "run"
+    with Journal(run) as journal:
+        journal.append(row(1))
+        journal.note(generator=1)
+        with full_at((run / "trials.jsonl").stat().st_size + 20), pytest.raises(OSError):
+            journal.append(row(2))
+        with full_at(10), pytest.raises(OSError):
+            journal.note(generator=2)
+        assert journal.get("t2") is None and {p.name for p in run.iterdir()} == {
+            ".lock",
+            "trials.jsonl",
+            "manifest.json",
+        }
+        journal.append(row(3))  # there is room again
+        journal.note(generator=2)
+    with Journal(run) as journal:
+        assert list(journal.rows) == ["t1", "t3"] and journal.manifest["generator"] == 2 and not journal.torn
 
 
 def test_malformed_line_in_the_middle_is_named_and_nothing_changes(tmp_path):

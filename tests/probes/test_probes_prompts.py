@@ -79,6 +79,14 @@ def test_records_hold_no_needle_and_hardly_repeat(genre):
     assert unique_share("".join(prompts.lines("noise", "x", 400))) < 0.01  # the named worst case
 
 
+def test_a_server_that_cuts_prompts_does_not_make_them_grow():
+    """It counts 255 and 256 tokens whatever it is sent: as if a token had thousands of characters."""
+    ratio = Ratio()
+    ratio.learn("x" * 4_000, 255)
+    ratio.learn("x" * 40_000, 256)
+    assert ratio.length(8192) <= 16 * 8192
+
+
 @pytest.mark.parametrize("kind", values.KINDS)
 def test_values(kind):
     r = Random(1)

@@ -10,6 +10,9 @@ import time
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
+from needlework.serving.counts import _count
+from needlework.serving.gauges import context_length, read_gauges
+from needlework.serving.replies import parse_json, read_completion
 from needlework.serving.scrub import scrub
 
 KEY = "sk-verysecretkey0123456789"
@@ -176,6 +179,29 @@ def test_stream_gives_first_token_time_usage_and_reasoning():
     assert reply.text == "12" and reply.reasoning == "Let me look. "
     assert reply.ttft_s is not None and 0.05 <= reply.ttft_s <= reply.latency_s
     assert reply.prompt_tokens and reply.cached_tokens == 0 and reply.token_logprobs
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, "true", '"1"', "null"])
+def test_numbers_that_are_none_are_left_out(number):
+    """Python reads what JSON does not have, and no journal takes it: one such answer ended a run."""
+    logprobs = f'{{"content": [{{"token": "x", "logprob": {number}}}], "tokens": ["x"], "token_logprobs": [{number}]}}'
+    choice = f'{{"message": {{"content": "x"}}, "finish_reason": "stop", "logprobs": {logprobs}}}'
+    body = f'{{"choices": [{choice}], "meta_info": {{"spec_accept_length": {number}}}}}'
+    reply = read_completion(parse_json(body.encode()), {}, 0.0, str)
+    assert (reply.text, reply.token_logprobs, reply.accept_length) == ("x", None, None)
+
+
+def test_gauges_that_are_none_are_left_out():
+    text = "sglang:num_running_reqs NaN\nsglang:num_running_reqs 3\nsglang:cached_tokens_total +Inf\n"
+    assert (read_gauges(text)["running"], read_gauges(text)["cached_tokens"]) == (3, None)
+    assert context_length('dynamo_frontend_model_context_length{model="m"} NaN', "m") is None
+    assert [_count({"count": n}) for n in (-5, 1 << 60, True, 7, [7])] == [None, None, None, 7, 7]
+
+
+def test_names_that_a_server_gives_are_bounded():
+    body = {"choices": [{"message": {"content": "x"}, "finish_reason": "s" * 10**6}], "model": "m" * 10**6}
+    reply = read_completion(body | {"nvext": {"worker_id": "\ud800"}}, {}, 0.0, str)
+    assert len(reply.finish_reason) == len(reply.model) == 200 and reply.worker.isascii()
 
 
 def test_half_a_surrogate_pair_becomes_harmless():

@@ -236,16 +236,9 @@ class Bench:
             found = await dialects.probe(self.endpoint)
         except TransportError as error:
             raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
-        known = self.journal.manifest.get("targets", {}).get(self.arm or "single")
-        now = found.as_dict()
-        if known and (known.get("engine"), known.get("model")) != (now["engine"], now["model"]):
-            raise ValueError(
-                f"this run folder measured {known.get('engine')} with model {known.get('model')!r}, not "
-                f"{now['engine']} with {now['model']!r}; use another folder"
-            )
+        self.journal.enter(self.arm or "single", found.as_dict())
         if not self.endpoint.repeatable and not self.journal.rows:  # a resumed run keeps the one that it has
             self.journal.note(run_salt=self.journal.salt or secrets.token_hex(6))
-        self.journal.note(targets={self.arm or "single": now})
         for note in found.notes:
             self.warn(note)
         self._ready = True

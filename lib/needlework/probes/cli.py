@@ -90,7 +90,10 @@ def confirm_in_terminal(yes: bool) -> Callable[[Budget], bool]:
             return True
         if not sys.stdin.isatty():
             raise ValueError("add --yes to send the requests of this budget without being asked")
-        return input("send them? [y/N] ").strip().lower() in ("y", "yes")
+        try:
+            return input("send them? [y/N] ").strip().lower() in ("y", "yes")
+        except EOFError:  # Ctrl-D
+            return False
 
     return ask
 

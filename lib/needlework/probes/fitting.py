@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .prompts import Messages, Prompt, assemble, lines
 from .specs import PromptSpec, digest, facts_of
 
+CHARACTERS_A_TOKEN = (0.25, 16.0)  # of any text here: a server that cuts prompts counts as if there were hundreds
 CountTokens = Callable[[Messages], Awaitable[int]]
 
 
@@ -31,10 +32,15 @@ class Ratio:
         self.points = (*self.points[-7:], (len(text), tokens))
         (c0, t0), (c1, t1) = min(self.points), max(self.points)
         if c1 >= 2 * c0 and t1 > t0:
-            self.characters = (c1 - c0) / (t1 - t0)
+            self.characters = self._bounded((c1 - c0) / (t1 - t0))
             self.template = max(0.0, t0 - c0 / self.characters)
         elif tokens > self.template + 10:
-            self.characters = len(text) / (tokens - self.template)
+            self.characters = self._bounded(len(text) / (tokens - self.template))
+
+    @staticmethod
+    def _bounded(characters: float) -> float:
+        low, high = CHARACTERS_A_TOKEN
+        return min(high, max(low, characters))
 
     def tokens(self, characters: int) -> int:
         return round(self.template + characters / self.characters)

@@ -19,7 +19,7 @@ REFUSAL = re.compile(
     r"|unknown|i.m sorry|as an ai|not sure",
     re.IGNORECASE,
 )
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+MAX_ANSWER_CHARS = 1 << 20  # what is read of an answer; any that is asked for has some hundred
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)[ ,.\u00a0\u202f_](?=\d)")
 
 
@@ -89,8 +89,8 @@ def grade(
     `expected` None means that the right answer is a refusal. `facts` are the statements of the prompt, `elsewhere`
     maps values of *other* prompts of the run to their trial: a value from there is foreign content, the worst finding.
     """
-    visible = _THOUGHT.sub("", reply.text)
-    thinking = bool(reply.reasoning) or visible != reply.text
+    visible = _without_thoughts(reply.text[:MAX_ANSWER_CHARS])
+    thinking = bool(reply.reasoning) or len(visible) < min(len(reply.text), MAX_ANSWER_CHARS)
     if "<think>" in visible:  # cut inside a thought
         visible, thinking = visible.split("<think>", 1)[0], True
     elif "</think>" in visible:  # the opening mark stood in the template
@@ -121,6 +121,14 @@ def grade(
     if reply.finish_reason in ("length", "abort") and not _degenerate(answer):
         return Grade("cut", None, short, None, None, distance)
     return Grade("garbage", score, short, None, None, distance)
+
+
+def _without_thoughts(text: str) -> str:
+    """The text without what stands between <think> and </think>; what is opened and never closed stays."""
+    kept, at = "", 0
+    while (start := text.find("<think>", at)) >= 0 and (end := text.find("</think>", start)) >= 0:
+        kept, at = kept + text[at:start], end + len("</think>")
+    return kept + text[at:]
 
 
 def _closest(answer: str, expected: str | None) -> tuple[int | None, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,17 +105,17 @@ class Journal:
         for name in FROM_SERVER:
             if isinstance(said := row.get(name), str) and said.strip() != expected:
                 row = row | {name: private(said, expected)}
+        self._write("trials.jsonl", row)
         self.rows[row["trial_id"]] = row
         self.lines += 1
-        self._write("trials.jsonl", row)
 
     def count(self, sha: str) -> int | None:
         return self.counts.get(sha)
 
     def add_count(self, sha: str, count: int) -> None:
         if sha not in self.counts:
-            self.counts[sha] = count
             self._write("counts.jsonl", {"sha": sha, "count": count})
+            self.counts[sha] = count
 
     def enter(self, arm: str, target: dict[str, Any]) -> None:
         """Name what this run measures under `arm`; ValueError when the folder has measured another engine or model."""
@@ -130,20 +129,21 @@ class Journal:
 
     def note(self, **entries: Any) -> None:
         """Merge entries into the manifest (dictionaries one level deep) and write it atomically."""
-        changed = False
+        merged = dict(self.manifest)
         for name, value in entries.items():
-            old = self.manifest.get(name)
-            new = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-            changed |= new != old
-            self.manifest[name] = new
-        if not changed or self.path is None or self.read_only:
-            return
-        self.manifest = {"schema": SCHEMA, **self.manifest}
-        handle, temporary = tempfile.mkstemp(dir=self.path, prefix=".manifest")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(self.manifest, file, indent=1, sort_keys=True, ensure_ascii=False)
-            file.write("\n")
-        os.replace(temporary, self.path / "manifest.json")
+            old = merged.get(name)
+            merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+        if merged != self.manifest and self.path is not None and not self.read_only:
+            merged = {"schema": SCHEMA, **merged}
+            text = json.dumps(merged, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+            beside = self.path / ".manifest.part"  # of this writer alone: the folder is locked
+            try:
+                beside.write_text(text, encoding="utf-8", errors="replace")
+                os.replace(beside, self.path / "manifest.json")
+            except OSError:
+                beside.unlink(missing_ok=True)
+                raise
+        self.manifest = merged
 
     def frame(self, ids: list[str] | None = None) -> pd.DataFrame:
         """Trials as a table in the contract's columns; of one trial the last row counts."""
@@ -236,8 +236,13 @@ class Journal:
             self._files[name] = os.open(self.path / name, flags, 0o644)
         # ASCII only: lone surrogates and every other character of a hostile answer survive as escapes
         data = json.dumps(row, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
-        while data:
-            data = data[os.write(self._files[name], data) :]
+        whole = os.fstat(self._files[name]).st_size
+        try:
+            while data:
+                data = data[os.write(self._files[name], data) :]
+        except OSError:  # a full disk: half a line would spoil the next one
+            os.ftruncate(self._files[name], whole)
+            raise
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -63,5 +63,5 @@ def _count(body: Any) -> int | None:
     if isinstance(count, list):  # a batch of one
         count = count[0] if len(count) == 1 else None
     if isinstance(count, int) and not isinstance(count, bool):
-        return count
+        return count if 0 <= count < 1 << 53 else None
     return len(tokens) if isinstance(tokens, list) else None

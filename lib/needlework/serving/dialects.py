@@ -83,7 +83,8 @@ async def flush(endpoint: Endpoint) -> None:
     if found.engine == "dynamo":  # answers 200 in any case, and lists who cleared and who failed
         report = parse_json(answer.encode())
         report = report if isinstance(report, dict) else {}
-        failed, cleared = (report.get(f"{name}_workers") or [] for name in ("failed", "cleared"))
+        listed = [report.get(f"{name}_workers") for name in ("failed", "cleared")]
+        failed, cleared = (workers if isinstance(workers, list) else [] for workers in listed)
         if failed or not cleared:
             why = endpoint.scrub(report.get("message") or "some did not answer", limit=120)
             raise RuntimeError(f"{len(failed)} workers did not clear their cache and {len(cleared)} did: {why}")

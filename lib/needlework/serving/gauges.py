@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -49,11 +50,14 @@ def context_length(text: str, model: str) -> int | None:
 
 
 def _samples(text: str) -> Iterator[tuple[str, list[str], float]]:
-    """(name, labels, value) of each line that is one; the first 20,000 lines only."""
+    """(name, labels, value) of each line that is one; the first 20,000 lines only. A gauge that is NaN or infinite says
+    nothing."""
     for line in text.splitlines()[:20_000]:
         if match := _METRIC_LINE.match(line):
             name, labels, raw = match.groups()
             try:
-                yield name, [label.strip() for label in (labels or "{}")[1:-1].split(",")], float(raw)
+                value = float(raw)
             except ValueError:
                 continue
+            if math.isfinite(value):
+                yield name, [label.strip() for label in (labels or "{}")[1:-1].split(",")], value

@@ -12,6 +12,7 @@ from typing import Any
 from .scrub import scrub
 
 MAX_EVENT_BYTES = 4 << 20
+MAX_NAME_CHARS = 200  # of a model, a finish reason, a fingerprint
 Scrubber = Callable[[object], str]
 Message = dict[str, str]
 
@@ -70,6 +71,16 @@ def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
 
 
+def _number(value: Any) -> float | None:
+    """A finite number, or None: Python reads NaN and infinity, which JSON does not have and no journal takes."""
+    fine = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(value) if fine else None
+
+
+def _name(value: Any) -> str | None:
+    return _string(value)[:MAX_NAME_CHARS] or None
+
+
 def _string(value: Any) -> str:
     if isinstance(value, str):
         # JSON can spell half a surrogate pair, which no table or file accepts
@@ -113,16 +124,12 @@ def _choice(choice: dict[str, Any], part: str) -> tuple[str, str, list[tuple[str
     logprobs = choice.get("logprobs")
     if isinstance(logprobs, dict):
         content = logprobs.get("content")
-        probabilities += [
-            (_string(item.get("token")), float(item["logprob"]))
-            for item in (content if isinstance(content, list) else [])
-            if isinstance(item, dict) and isinstance(item.get("logprob"), (int, float))
-        ]
+        pairs = [(i.get("token"), i.get("logprob")) for i in (content if isinstance(content, list) else [])
+                 if isinstance(i, dict)]  # fmt: skip
         tokens, values = logprobs.get("tokens"), logprobs.get("token_logprobs")
         if isinstance(tokens, list) and isinstance(values, list):
-            probabilities += [
-                (_string(t), float(v)) for t, v in zip(tokens, values, strict=False) if isinstance(v, (int, float))
-            ]
+            pairs += zip(tokens, values, strict=False)
+        probabilities = [(_string(token), v) for token, value in pairs if (v := _number(value)) is not None]
     return text, reasoning, probabilities
 
 
@@ -136,8 +143,8 @@ def _extras(body: dict[str, Any]) -> dict[str, Any]:
     worker = extension.get("worker_id", meta.get("worker_id", body.get("worker_id")))
     return {
         "cached": _integer(timings.get("cache_n", meta.get("cached_tokens"))),
-        "accept": float(accept) if isinstance(accept, (int, float)) and not isinstance(accept, bool) else None,
-        "worker": scrub(_worker(worker), limit=60) if worker is not None else None,
+        "accept": _number(accept),
+        "worker": scrub(_string(str(_worker(worker))), limit=60) if worker is not None else None,
     }
 
 
@@ -156,11 +163,11 @@ def read_completion(body: Any, headers: dict[str, str], latency_s: float, scrubb
     return Reply(
         text=text,
         reasoning=reasoning,
-        finish_reason=_string(choices[0].get("finish_reason")) or None,
+        finish_reason=_name(choices[0].get("finish_reason")),
         token_logprobs=tuple(probabilities) or None,
         latency_s=latency_s,
-        model=_string(body.get("model")) or None,
-        fingerprint=_string(body.get("system_fingerprint")) or None,
+        model=_name(body.get("model")),
+        fingerprint=_name(body.get("system_fingerprint")),
         worker=extras["worker"] or headers.get("x-worker-id"),
         accept_length=extras["accept"],
         headers=headers,
@@ -221,8 +228,8 @@ class EventStream:
         for name, value in _extras(event).items():
             if value is not None:
                 self.extras[name] = value
-        self.model = _string(event.get("model")) or self.model
-        self.fingerprint = _string(event.get("system_fingerprint")) or self.fingerprint
+        self.model = _name(event.get("model")) or self.model
+        self.fingerprint = _name(event.get("system_fingerprint")) or self.fingerprint
         choices = event.get("choices")
         if isinstance(choices, list) and choices and isinstance(choices[0], dict):
             text, reasoning, probabilities = _choice(choices[0], "delta")
@@ -233,7 +240,7 @@ class EventStream:
             self.text.append(text)
             self.reasoning.append(reasoning)
             self.probabilities += probabilities
-            self.finish = _string(choices[0].get("finish_reason")) or self.finish
+            self.finish = _name(choices[0].get("finish_reason")) or self.finish
         return False
 
     def reply(self, headers: dict[str, str]) -> Reply:
