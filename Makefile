@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: run test lab keep lock lint engine test-engines test-jupyterlab clean
+.PHONY: run test setup lab keep lock lint engine test-engines test-jupyterlab clean
 
 run: .venv/.ready   ## set up, execute the notebooks on the default target, build the report (STALE=1: only what is out of step)
 	$(PY) -m needlework run $(NB) $(if $(STALE),,--all) $(if $(INCIDENT),--incident $(INCIDENT)) $(if $(TARGET),--target $(TARGET))
@@ -15,6 +15,8 @@ test: .venv/.ready  ## set up, lint, type-check, run the tests
 	wait $$checking; checked=$$?; cat .venv/types.txt; exit $$((tested + checked))
 
 # ---- optional ----
+
+setup: .venv/.ready ## only set up .venv
 
 lab: .venv/.ready   ## open JupyterLab on the notebooks
 	$(PY) -m jupyterlab notebooks
