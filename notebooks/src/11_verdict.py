@@ -6,7 +6,7 @@
 # **You will do**: read every recorded run of the incident, let the diagnosis rank twenty fault classes and five
 # lookalikes, enter each result into the ledger, and write the text that a maintainer needs.
 #
-# **You will learn**: why a verdict names what it did not measure, and what "strong evidence" from outside can not prove.
+# **You will learn**: why a verdict names what it did not measure, and what "strong evidence" from outside cannot prove.
 #
 # **You need**: nothing for the recorded incident. With a live target the notebook measures a small battery first.
 
@@ -82,7 +82,7 @@ workbook.tables.table(rows, "What was measured")
 
 # %% [markdown]
 # A trial that measured nothing (cut by a budget, lost on the way) is in the first count and not in the second. It is never a
-# miss.
+# miss. Of every four `control` rows one asks for a fact that was never given: there a refusal is right, and is no hit.
 #
 # ## What is deployed
 #
@@ -101,9 +101,9 @@ workbook.tables.table(stated.table(), "What the deployment says of itself")
 #
 # ## Ask the diagnosis
 #
-# Each class of fault says how often a feature is there when it is the cause (`analysis.SIGNATURES`). A feature that the
-# table can not show counts neither way. Lookalikes (truncation, batch rounding, the harness, a vacuous detector, the
-# checkpoint) stand in the same ranking.
+# For each class of fault, `analysis.SIGNATURES` says how often each feature is seen when that class is the cause. A feature
+# that the trials cannot show counts neither way. Lookalikes (truncation, batch rounding, the harness, a vacuous detector,
+# the checkpoint) are ranked with the faults.
 
 # %%
 diagnosis = analysis.diagnose(trials, {"config": geometry})
@@ -115,9 +115,9 @@ bounds = {"posterior": "{:.1%}"}
 workbook.tables.table(ranking[["code", "title", "posterior"]], "The five most likely causes", formats=bounds)
 
 # %% [markdown]
-# What stands behind the ranking? One line for each observation, the most telling first. A line against a cause is a sign
-# that it often brings and that was looked for in vain. Where a cause may bring one fall or another, the one that is seen
-# excuses the absence of the others.
+# What stands behind the ranking? One line for each observation, the most telling first. A line *against* a cause is a sign
+# that this cause often brings and that was looked for in vain. Where a cause may bring one of several signs, the one that is
+# seen excuses the absence of the others.
 
 # %%
 sides = [
@@ -129,8 +129,8 @@ sides = [
 workbook.tables.table(pd.DataFrame(sides), "What speaks for and against the first three")
 
 # %% [markdown]
-# The shares add to one over the classes on the list. A cause that nobody has described yet is not on the list, so a share is
-# no probability of being right: it says how the listed classes compare.
+# The shares (`posterior`) add to one over the classes on the list. A cause that nobody has described yet is not on the list,
+# so a share is no probability of being right: it says how the listed classes compare.
 
 # %%
 shares = [ranked.posterior for ranked in diagnosis.ranked]
@@ -141,8 +141,8 @@ assert len(diagnosis.ranked) == 26
 # ## Add what was seen inside
 #
 # The incident's bundle holds page dumps of one request from both sides of the transfer. Each names its buffer and digests its
-# content. A side buffer that differs while the main one is equal separates two causes that look alike from outside: guess
-# which two.
+# content. If a side buffer (here the index keys) differs while the main one (the compressed entries) is equal, that separates
+# two causes that look alike from outside: guess which two.
 
 # %%
 digests = {}
@@ -162,12 +162,18 @@ diagnosis
 before, after = outside.ranked[0], diagnosis.ranked[0]
 print(f"from outside: {before}; with the inside: {after}")
 assert not digests or before.code == after.code or "differs" in str(after.supporting), "inside and outside disagree"
+share = [{r.code: r.posterior for r in found.ranked} for found in (outside, diagnosis)]
+side_alone = digests.get("c4_kv.0") is True and not digests.get("c4_index.0", True)
+assert not side_alone or (share[1]["F14"] > share[0]["F14"] and share[1]["F13"] < share[0]["F13"])
 
 # %% [markdown]
+# The two are F14, a side buffer that is not moved, and F13, a transfer out of order: where the side buffer alone differs, F14
+# gains what F13 loses.
+#
 # ## Keep the ledger
 #
-# The ledger holds what was believed before, what each run says, and which run clears whom. The kernels and page checks of
-# the other notebooks enter here by their result; this notebook enters what the trials alone can clear.
+# The ledger holds what was believed before, what each run says, and which run clears which suspect. Results of the kernel and
+# page checks in the other notebooks can be entered as well; this notebook enters what the trials alone can clear.
 
 # %%
 told = {"config": geometry, "version": stated.version, "command": list(stated.command) or "not known"}
@@ -177,8 +183,8 @@ for code, prior in suspects.items():
     book = book.suspect(code, analysis.BY_CODE[code].title, prior)
 
 # %% [markdown]
-# A class is cleared by a run only when the run *could* have shown it: the feature that the class brings nine times in ten
-# was looked for, and is not there. Two things do not clear. The *shape* of the fall (sharp or soft with length) is not
+# A class is cleared by a run only when the run *could* have shown it: a feature that this class nearly always brings was
+# looked for, and is not there. Two things do not clear. The *shape* of the fall (sharp or soft with length) is not
 # used: where the fall follows the needle's place, a curve over lengths mixes both sides of the edge. And a class whose
 # decisive instrument was not used stays open, whatever else speaks against it.
 
@@ -187,7 +193,7 @@ SHAPES = {"edge", "sharp", "soft_fall"}
 OWN = {
     "F01": "page round trip",
     "F04": "exact top-k",
-}  # their decisive instruments, as the list of the missing calls them
+}  # their decisive instruments, by the names that the list of what was not measured uses
 unseen = {code for code, name in OWN.items() if any(line.startswith(name) for line in diagnosis.missing)}
 for code in sorted(set(suspects) - unseen - set(diagnosis.causes)):
     for name, feature in diagnosis.features.items():
@@ -211,7 +217,7 @@ workbook.tables.table(book.exonerated(), "Cleared, and by what")
 # ## The next decisive test
 #
 # A good test is one on which the remaining hypotheses disagree. Its expected outcome is written down before it is run. A
-# search for the edge that was made is not proposed again; where two constants are equal, it cannot tell them apart either.
+# search for the edge is not proposed again once it was made; where two constants are equal, it could not tell them apart.
 
 # %%
 walked = (trials["probe"] == "cliff").any()
@@ -225,8 +231,8 @@ for test in tests[:3]:
 # %% [markdown]
 # ## Hand it on
 #
-# Maintainers ask first for version, exact command, effective configuration, what one flag at a time changes, and a script. The
-# text below has a place for each; what is not recorded says so. Addresses and keys are taken out.
+# Maintainers ask first for the version, the exact command, the effective configuration, what one flag at a time changes, and a
+# script. The text below has a place for each and says what is not recorded. Addresses and keys are taken out.
 
 # %%
 text = book.issue_text()
@@ -246,20 +252,26 @@ workbook.summary(
     symptom=symptom,
     verdict=f"{named}. {first[first.index('Over all') :]}" if named else first,
     evidence=list(seen)[:5] or ["no feature of any class stands out"],
-    confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. An e-value is the odds against the arms being "
-    "alike, whenever one looks; 20 is decisive. A class is one of the 26 listed, so the cause may still be an unlisted one.",
+    confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. e is the evidence against the arms being alike: "
+    "20 or more is decisive, however often one looks. Only the listed classes are ranked; the cause may be an unlisted one.",
     next_step=" ".join(map(str, advised)) or str(tests[0]),
 )
 
 # %% [markdown]
-# The verdict is computed from the runs above, with its numbers. From outside it ranks causes and does not prove one: proof is a
-# page that differs across the transfer, or a flag that heals, and those are the tests it names.
+# The verdict and its numbers are computed from the runs above. Seen from outside it ranks causes and proves none: proof is a
+# page that differs across the transfer, or a flag that heals, and those are the tests that it names.
 #
 # ## What would change our mind
 #
-# * A run in the list of what was not measured that shows one of its features.
+# * A run of an instrument in the list below, of what was not measured, that shows a feature of another class.
 # * A/A pairs that differ: then the difference between arms must exceed that noise first.
 # * An inside finding that contradicts the outside one: buffers that all arrive whole, while the split arm still misses.
 
 # %%
 print("\n".join(diagnosis.missing) or "every instrument was used")
+
+# %% [markdown]
+# ## Next
+#
+# Your own deployment: `needlework diagnose combined=http://…,pd=http://… --run FOLDER`, and the test that it names. Or
+# [12_real_engine](12_real_engine.ipynb): does all this also read a real engine?

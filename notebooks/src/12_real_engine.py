@@ -23,6 +23,7 @@ import pandas as pd
 import torch
 from needlework import analysis, pages, workbook
 from needlework.kernels import reference
+from needlework.workbook import engine_figures
 
 start = workbook.start("Read a real engine")
 
@@ -35,8 +36,8 @@ layer = 1  # where the faults were planted
 # ## What ran
 #
 # Three servers on one card: one that does everything, and a pair that hands its pages over with NIXL. The weights are
-# random, seeded, and of a scale at which attention picks a few tens of entries; no answer means anything, but every
-# answer can be compared to the last digit.
+# random, seeded, and scaled so that attention picks a few tens of entries; no answer means anything, but every answer can
+# be compared to the last digit.
 
 # %%
 bundle = workbook.incident(incident)
@@ -91,14 +92,9 @@ assert (again["cached_tokens"] == 0).all(), "a repeat was not cold"
 
 # %%
 split = analysis.distances(first["pd"], first["combined"])
-fig, ax = workbook.figures.new()
-for name, table, mark in (("same arm asked twice", again, "o"), ("pair against one server", split, "x")):
-    ax.plot(table["target_tokens"], table["first_step"], mark, label=name, fillstyle="none")
-ax.axvline(budget, linestyle=":", color="black")
-ax.set(xscale="log", xlabel="prompt tokens", ylabel="first-step distance (nats)", title="An engine against itself")
-ax.legend()
+both = {"same arm asked twice": again, "pair against one server": split}
 workbook.figures.show(
-    fig,
+    engine_figures.first_step_distances(both, budget=budget, title="vLLM: repeats, pair and single server"),
     alt="First-step distance against prompt length: the same arm asked twice lies at exactly zero up to 2,048 tokens and "
     "scatters up to about one and a half nats beyond; the pair against one server lies just above zero, then scatters alike.",
 )
@@ -109,8 +105,8 @@ assert len(long) == 22 and (long["first_step"] > 0).all()
 print(f"up to {budget:,} tokens: 0 in {len(short)} pairs; beyond: median {long['first_step'].median():.2f} nats")
 
 # %% [markdown]
-# Up to 2,048 tokens all 20 repeats agree in every bit of the first step. Beyond, none of 22 does. So this engine, healthy,
-# is not the same function twice once it has to select, and whoever compares two deployments above the budget compares
+# Up to 2,048 tokens all 20 repeats agree in every bit of the first step. Beyond, none of 22 does. So this engine, though
+# healthy, does not repeat itself once it has to select, and a comparison of two deployments above the budget has to be read
 # against that noise.
 #
 # ## Where does the noise begin?
@@ -131,8 +127,8 @@ assert noise[0] == [] and noise[1] == noise[2] == list(range(budget, 2200))
 
 # %% [markdown]
 # Layer 0 is the same in every key. Layers 1 and 2 differ from position 2,048 on, and there in every key: exactly from the
-# first token that has more entries behind it than the budget. What enters layer 0 is the same, so what its attention
-# gives is not. One decode step of both runs, at layer 0, shows how that can be.
+# first token that has more entries to choose from than the budget. Layer 0's input is the same, so it must be the output of
+# its attention that differs. One decode step of both runs, at layer 0, shows how that can be.
 
 # %%
 steps = bundle.evidence / "steps"
@@ -144,9 +140,10 @@ print(
 )
 
 # %% [markdown]
-# Same scores, same set, another order. A sum taken in another order rounds otherwise, the next layer's scores move by a
-# rounding, and keys at the edge of the budget change places. (That prefill selects in a changing order too is inferred.) With random weights such a key can carry much of the
-# attention, so the noise is large here; a trained indexer puts little at that edge.
+# Same scores, same set, another order. A sum in another order rounds differently, the next layer's scores move by that
+# rounding, and keys at the edge of the budget change places. (That prefill's order changes too is inferred, not captured.)
+# With random weights such a key can carry much of the attention, so the noise is large here; a trained indexer leaves little
+# at that edge.
 #
 # ## The pair against one server
 #
@@ -163,10 +160,10 @@ assert (low["first_step"] > 0).all() and low["first_step"].max() < 0.11
 assert list(twin["target_tokens"]) == [65, 129] and (twin["worst_step"] == 0).all()
 
 # %% [markdown]
-# Decode computes the last prompt token anew, with its own kernel on fp8 pages; a single server computes it in prefill's.
-# Where the single server is warm and has one token left (65 and 129 tokens) it uses that kernel too, and the answers are
-# equal in every bit of all eight steps. So the split loses nothing there, and at all ten lengths of up to 2,048 tokens the
-# first step moves by less than 0.11 nats, less than half of what one changed token does.
+# Decode computes the last prompt token again, with its decode kernel on fp8 pages; a cold single server computes it with its
+# prefill kernel. Where the single server is warm and has one token left (at 65 and 129 tokens), it uses the decode kernel
+# too, and the answers are equal in every bit of all eight steps. So the split loses nothing there. At all ten lengths of up
+# to 2,048 tokens the first step moves by less than 0.11 nats; one changed token of the prompt moves it by more than 0.2.
 
 # %%
 proof = trials.groupby(["arm", "cache"])[["prefill_cached_tokens", "transferred_blocks"]].agg(["min", "max"])
@@ -208,7 +205,7 @@ assert max(errors.values()) < 2e-4
 print("relative difference,", ", ".join(f"layer {n}: {error:.1e}" for n, error in errors.items()))
 
 # %% [markdown]
-# They agree to 2 parts in 10,000, in all layers. So the bytes were read as the engine reads them.
+# They agree to within 2 parts in 10,000 in all layers. So the bytes were read as the engine reads them.
 #
 # ## Five faults, from the inside
 #
@@ -234,8 +231,8 @@ with np.load(steps / "topk-256.npz", allow_pickle=False) as step:
 assert kept == [256, 256, 256]
 
 # %% [markdown]
-# Four of four are named, with pool, layer and place; the scales count as a part of the page that did not come. The fifth
-# leaves the pages whole: the captured step shows 256 of 600 entries selected where the configuration says 2,048.
+# Four of four are named, with pool, layer and place; zeroed scales are named as a part of the page that did not arrive. The
+# fifth leaves the pages whole: the captured step shows 256 of 600 entries selected where the configuration says 2,048.
 #
 # ## The same faults, from the outside
 #
@@ -266,10 +263,10 @@ verdicts
 
 # %% [markdown]
 # Up to 2,048 tokens a ruined index changes nothing at all, because nothing is selected: every entry is read. Beyond, its
-# effect must be told from the engine's own noise. Left-out blocks and zeroed scales move the answers more than a repeat
-# does, but seven prompts cannot say that more strongly than p = 0.016, and five faults were tried; the exchanged pair of
-# blocks is lost in the noise. So from the outside three faults stay *not proven*. Missing latent blocks and the cut
-# selection are findings by short prompts alone, where the engine repeats itself exactly.
+# effect must be told apart from the engine's own noise. Left-out blocks and zeroed scales move the answers more than a repeat
+# does, but seven prompts cannot give less than p = 0.016, too much where five faults are tried at once; the effect of the
+# exchanged blocks drowns in the noise. So from the outside three faults stay *not proven*. Missing latent blocks and the cut
+# selection show in short prompts alone, where the engine repeats itself exactly.
 #
 # ## The kernels of that process
 
@@ -280,14 +277,15 @@ assert [check["passed"] for check in checks] == [True, False] and len(failed) ==
 print(*(check["says"].split(". Not covered")[0] for check in checks), sep="\n")
 
 # %% [markdown]
-# Scores agree with the reference in all 22 cases. Sparse decode differs in two made for extremes (scores past exp's range,
-# tiles of unlike magnitude) and agrees on ordinary entries; whether those two matter was not followed further here.
+# Scores agree with the reference in all 22 cases. Sparse decode differs in two cases made for extremes (scores past exp's
+# range, tiles of very different magnitude) and agrees on ordinary entries; whether those two matter was not followed up.
 #
 # ## What we found
 
 # %%
 print(
-    f"The pair is healthy: pages arrive whole, and up to {budget:,} tokens its answers repeat exactly. "
+    f"The pair is healthy: pages arrive whole, and up to {budget:,} tokens its answers repeat exactly and stay within "
+    f"{low['first_step'].max():.2f} nats of the single server's first step. "
     f"The pages name {len(inside)} of {len(inside)} damaged transfers; from the outside {list(verdicts.values()).count('finding')} "
     f"of {len(verdicts)} faults are findings."
 )
@@ -295,12 +293,13 @@ print(
 # %% [markdown]
 # ## What would change our mind
 #
-# * A trained model, whose edge of the budget carries little attention: the noise would shrink, and index faults might show.
+# * A trained model, which gives little attention to keys at the edge of the budget: the noise would shrink, and index faults
+#   might show.
 # * More prompts above the budget: seven lengths leave large effects unproven.
-# * Pools that held old pages: here fresh memory made "left out" look *missing*; in a long-running server it looks *stale*.
-# * Another order of selection, fixed by the engine: then equality above the budget would again be exact.
+# * Pools that held old pages: here fresh memory made left-out blocks look *missing*; in a long-running server they look
+#   *stale*.
+# * An engine that selects in a fixed order: then equality above the budget would be exact again.
 #
 # ## Next
 #
 # [13_known_answers](13_known_answers.ipynb): the same engine and the same faults, with weights whose right answers are known.
-# [14_second_engine](14_second_engine.ipynb): the same questions to SGLang.

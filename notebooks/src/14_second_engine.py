@@ -7,7 +7,7 @@
 # **You will do**: replay recorded requests to one server and to a prefill/decode pair, and decode the pages of both sides:
 # index and latents of DeepSeek-V3.2, then window, c4, c128, index and states of DeepSeek-V4.
 #
-# **You will learn**: how far two engines agree that share nothing but the weights, and what a whole transfer looks like.
+# **You will learn**: how far two engines that share nothing but the weights agree, and what a complete transfer looks like.
 #
 # **You need**: nothing. Recorded on one H200 with `tools/record_sglang.py`, which also runs on your GPU.
 
@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 from needlework import analysis, pages, workbook
 from needlework.kernels import reference
+from needlework.workbook import engine_figures
 
 start = workbook.start("Read the incident's own engine")
 
@@ -37,8 +38,9 @@ workbook.need(bundle.has("evidence/v4-digests.json"), f"{wanted}; incident {bund
 # %% [markdown]
 # ## Does an answer depend on its context?
 #
-# The weights are those of [12_real_engine](12_real_engine.ipynb), the prompts too. Again one early token was changed, then
-# the first page. Guess: is the smallest effect above zero at 32,000 tokens?
+# Weights and prompts are those of [12_real_engine](12_real_engine.ipynb). Again one early token was changed, then the whole
+# first page. The distance is the largest difference among the likeliest tokens' log-probabilities at the first step. Guess:
+# is the smallest effect above zero at 32,000 tokens?
 
 # %%
 power = analysis.load_trials(bundle.run("power"))
@@ -50,11 +52,11 @@ workbook.tables.table(shown, "First-step distance in nats after an early change,
 assert effect["first_step"].min() > 0.2, "an early change does not show at some length"
 
 # %% [markdown]
-# More than 0.2 nats at every length. A comparison has power.
+# More than 0.2 nats at every length: a comparison of answers has power here.
 #
 # ## The pair against one server
 #
-# Unlike vLLM's, SGLang's decode server starts from prefill's first token and computes no token of the prompt anew. Guess:
+# Unlike vLLM's, SGLang's decode server starts from prefill's first token and computes no token of the prompt again. Guess:
 # how far apart are pair and single server at the ten lengths of up to 2,048 tokens?
 
 # %%
@@ -67,19 +69,8 @@ tables = {
 }
 
 # %%
-fig, ax = workbook.figures.new()
-for (name, table), mark in zip(tables.items(), "ox", strict=True):
-    ax.plot(table["target_tokens"], table["first_step"], mark, label=name, fillstyle="none")
-ax.axvline(budget, linestyle=":", color="black")
-ax.set(
-    xscale="log",
-    xlabel="prompt tokens",
-    ylabel="first-step distance (nats)",
-    title="SGLang: pair, single server, repeats",
-)
-ax.legend()
 workbook.figures.show(
-    fig,
+    engine_figures.first_step_distances(tables, budget=budget, title="SGLang: repeats, pair and single server"),
     alt="First-step distance against prompt length: repeats of one arm and the pair against the single server both lie at "
     "exactly zero up to 2,048 tokens and scatter up to about one nat beyond.",
 )
@@ -94,10 +85,11 @@ assert all((values == 0).all() if low else (values > 0).all() for (_, low), valu
 print({f"{name}, {'up to' if low else 'beyond'} the budget": len(values) for (name, low), values in parts.items()})
 
 # %% [markdown]
-# Zero, to the last digit, at all ten lengths; so are the 20 repeats. Beyond 2,048 tokens nothing is equal, neither pair and
-# single server nor an arm and itself: as in vLLM, the noise begins where entries must be selected. It is not one engine's.
+# Zero, to the last digit, at all ten lengths, and so are the 20 repeats. Beyond 2,048 tokens nothing is equal, neither pair
+# and single server nor an arm and itself: as in vLLM, the noise begins where entries must be selected. It belongs to sparse
+# selection, not to one engine.
 #
-# That was the first step. Guess what the other seven steps of an answer do at 2,047 and 2,048 tokens.
+# That was the first step of an answer. Guess what the other seven do at 2,047 and 2,048 tokens.
 
 # %%
 whole = tables["pair against one server"].set_index("target_tokens")["worst_step"]
@@ -106,7 +98,7 @@ assert (whole[fits] == 0).all() and fits.sum() == 8 and whole[[budget - 1, budge
 print({int(tokens): round(float(nats), 2) for tokens, nats in whole[whole.index <= budget].items()})
 
 # %% [markdown]
-# The answer itself grows beyond the budget there, and the noise begins with its first token that has to select.
+# There the answer itself passes the budget, and the noise begins with the first token that has to select.
 #
 # ## Cold and warm, proved
 #
@@ -119,11 +111,11 @@ assert (warm["cached_tokens"] == (warm["target_tokens"] - 1) // 64 * 64).all()
 print(f"{int(warm['cached_tokens'].max()):,} of {int(warm['target_tokens'].max()):,} tokens")
 
 # %% [markdown]
-# All whole pages of 64 before the last token, in both arms; through the pair it is prefill that tells.
+# All whole pages of 64 tokens before the last token, in both arms; of the pair it is prefill's count.
 #
 # ## The pages on both sides
 #
-# 600 tokens: three index pools and one pool of latents, as prefill sent them and as decode held them at the end.
+# One prompt of 600 tokens: three index pools and one pool of latents, as prefill sent them and as decode held them at the end.
 
 
 # %%
@@ -136,8 +128,8 @@ assert len(sent) == 4 and pages.compare_dumps(sent, received).empty
 {f"{d.pool}.{d.layer}": pages.identify(d.raw.flatten()).iloc[0]["layout"] for d in received}
 
 # %% [markdown]
-# Whole, and recognised without a label. SGLang's index scales are plain float32, where vLLM's are powers of two: two
-# engines, two layouts of the same size. In one more request two of the index pages that prefill names were exchanged.
+# Complete, and recognised without a label. SGLang's index scales are plain float32 where vLLM's are powers of two: two
+# layouts of the same size. In one more request, two of the index pages in prefill's list were exchanged on purpose.
 
 # %%
 found = pages.compare_dumps([d for d in sent if d.pool == "index"], side("decode-*-index-swap.bin"))
@@ -145,8 +137,8 @@ assert set(found["name"]) == {"permuted"} and sorted(found["page"].unique()) == 
 found[["layer", "page", "name", "token_first", "token_last"]]
 
 # %% [markdown]
-# Found in all three layers, at the two pages. Are the bytes read as the engine reads them? One decode step of 2,201 tokens was
-# captured: then the reference must give the engine's scores from its pages.
+# Found in all three layers, at the two pages. Are the bytes read as the engine reads them? One decode step at 2,201 tokens
+# was captured: if they are, the reference gives the engine's own scores from its pages.
 
 # %%
 with np.load(bundle.evidence / "step.npz", allow_pickle=False) as kept:
@@ -161,7 +153,7 @@ assert int(length) == 2201 and error < 2e-4
 print(f"{error:.1e}")
 
 # %% [markdown]
-# They agree to 2 parts in 10,000.
+# They agree to within 2 parts in 10,000.
 #
 # ## The kernels of that process
 
@@ -172,13 +164,14 @@ assert [check["passed"] for check in checks] == [True, False] and len(failed) ==
 print(*(check["says"].split(". Not covered")[0] for check in checks), sep="\n")
 
 # %% [markdown]
-# Scores agree in all 23 cases that the kernel takes. FlashMLA's sparse decode differs in the two made for extremes, the same
-# two as in vLLM's process.
+# Scores agree in all 23 cases that the kernel accepts. FlashMLA's sparse decode differs in two cases made for extremes, the
+# same two as in vLLM's process.
 #
 # ## Every pool of DeepSeek-V4
 #
-# A tiny DeepSeek-V4 with a layer of each kind (window, c4, c128, c4) on the same engine and transfer, 1,100 tokens: no group
-# of 128 and no page of 256 is whole at the end. Guess how many entries its c128 pool holds.
+# A tiny DeepSeek-V4 on the same engine and transfer: four layers (window, c4, c128, c4; c4 and c128 compress 4 and 128 tokens
+# into one entry). The prompt has 1,100 tokens, so its last group of 128 and its last page of 256 are incomplete. Guess how
+# many entries its c128 pool holds.
 
 
 # %%
@@ -201,8 +194,9 @@ assert set(v4["pool"]) == {"window", "c4", "c128", "index"} and v4["findings"].s
 assert v4.set_index("pool")["live_entries"].to_dict() == {"c128": 8, "c4": 275, "index": 275, "window": 332}
 
 # %% [markdown]
-# Eight entries for 1,024 tokens; the other 76 are in a state, of which a pair must move a copy too. The states hold plain
-# numbers, so only their digests are compared, with all layers of all pools and a second prompt of 3,000 tokens.
+# Eight entries for 1,024 tokens; the other 76 tokens are held in the compressor's state, which a pair must move as well. The
+# states hold plain numbers, so only their digests are compared, as are all layers of all pools, for this prompt and for a
+# second one of 3,000 tokens.
 
 # %%
 digests = json.loads((bundle.evidence / "v4-digests.json").read_text())
@@ -221,17 +215,19 @@ print(f"{sum(same.values())} of {len(same)}")
 print(
     f"SGLang's pair equals its single server exactly while prompt and answer fit {budget:,} tokens; beyond, no arm equals "
     "even itself. "
-    f"Its pages arrive whole: {len(sent)} pools of DeepSeek-V3.2 compared entry by entry, {len(same)} of DeepSeek-V4 by digest."
+    f"Its pages arrive whole: {len(sent)} pools of DeepSeek-V3.2 compared entry by entry, and of DeepSeek-V4, whose pools were "
+    f"compared by digest, {sum(same.values())} of {len(same)}."
 )
 
 # %% [markdown]
 # ## What would change our mind
 #
-# * A trained model, whose edge of the budget carries little attention: the noise beyond it would shrink.
-# * Answers of the V4 pair by length: its prompts of 1,100 and 3,000 tokens gave one equal token each; at 129 tokens the
-#   single server with random weights ended with an illegal instruction, and the series was not repeated.
-# * Pages of more than one request under load: each dump here is of one request on an idle server.
+# * A trained model, which gives little attention to keys at the edge of the budget: the noise beyond it would shrink.
+# * Answers of the V4 pair by length, which were not recorded: of its prompts of 1,100 and 3,000 tokens one token each was
+#   compared, and was equal; at 129 tokens the single server (random weights) died of an illegal instruction.
+# * Pages of several requests under load: each dump here is of one request on an idle server.
 #
 # ## Next
 #
-# [13_known_answers](13_known_answers.ipynb): weights whose right answers are known tell what equality cannot.
+# This is the last notebook. To ask your own deployment: *Point it at your own deployment* in the README. To ask an engine with
+# known answers: `docs/checkpoint.md`.
