@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 import stat
 import zipfile
 from pathlib import Path
 
 import pytest
 from needlework.evidence import Bundle, unzip
+from needlework.evidence.collect import Collection
 
 ROOT = Path(__file__).resolve().parents[2]
 INCIDENT = '[incident]\ntitle = "t"\nsymptom = "s"\ndate = "2026-11-29"\nengine = "lab"\n'
@@ -60,6 +62,23 @@ def test_every_problem_is_named(tmp_path, name, content, sentence):
     assert any(sentence in problem for problem in bundle.problems())
     with pytest.raises(ValueError, match="not fit to share"):
         bundle.zip(tmp_path / "x.zip")
+
+
+@pytest.mark.parametrize("text", ["incident = 3", "incident = [1]", "a = " + "[" * 5000])
+def test_an_incident_of_another_shape_is_one_sentence(tmp_path, text):
+    bundle = make(tmp_path / "demo")
+    (bundle.root / "incident.toml").write_text(text)
+    assert any(re.search("must be a table|not valid TOML", problem) for problem in bundle.problems())
+
+
+@pytest.mark.parametrize("sealed", ["5", "null", '"incident.toml"', "[1]", "[" * 100_000])
+def test_digests_of_another_shape_are_damaged(tmp_path, sealed):
+    bundle = make(tmp_path / "demo")
+    (bundle.root / "digests.json").write_text(f'{{"sha256": {sealed}}}')
+    assert "digests.json is damaged" in bundle.problems()
+    (bundle.root / "collection.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="is damaged"):
+        Collection.read(bundle.root)
 
 
 def test_a_link_in_a_bundle_is_a_problem(tmp_path):

@@ -118,6 +118,16 @@ def test_a_row_that_names_no_trial_is_not_dropped_in_silence(tmp_path, line):
         Journal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [("outcome", 3, "text"), ("target_tokens", [1], "a number"), ("depth", True, "a number"), ("label", 3, "text")],
+)
+def test_a_column_of_another_kind_is_named(tmp_path, column, value, said):
+    (tmp_path / "trials.jsonl").write_text(f"{json.dumps(row(1))}\n{json.dumps(row(2) | {column: value})}\n")
+    with pytest.raises(ValueError, match=f"trials.jsonl line 2: {column} is not {said}; mend or remove"):
+        Recorded(tmp_path)
+
+
 def test_a_torn_end_stays_when_the_other_file_is_refused(tmp_path):
     torn = json.dumps(row(1)) + '\n{"trial_id"'
     (tmp_path / "trials.jsonl").write_text(torn)

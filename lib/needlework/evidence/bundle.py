@@ -44,11 +44,16 @@ class Bundle:
     def incident(self) -> dict[str, object]:
         """The `[incident]` table of incident.toml: title, symptom, date, engine, …"""
         try:
-            return tomllib.loads((self.root / "incident.toml").read_text(encoding="utf-8")).get("incident", {})
+            table = tomllib.loads((self.root / "incident.toml").read_text(encoding="utf-8")).get("incident", {})
         except FileNotFoundError:
             raise ValueError(f"{self.root.name}: incident.toml is missing") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{self.root.name}: incident.toml is not valid TOML: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{self.root.name}: incident.toml is not valid TOML: it is nested too deeply") from None
+        if not isinstance(table, dict):
+            raise ValueError(f"{self.root.name}: [incident] of incident.toml must be a table")
+        return table
 
     @property
     def runs(self) -> list[Path]:
@@ -126,7 +131,9 @@ class Bundle:
             sealed = json.loads((self.root / "digests.json").read_text(encoding="utf-8"))["sha256"]
         except FileNotFoundError:
             return ["digests.json is missing: the bundle was not sealed"]
-        except (json.JSONDecodeError, KeyError, TypeError):
+        except (ValueError, RecursionError, KeyError, TypeError):
+            return ["digests.json is damaged"]
+        if not isinstance(sealed, dict):
             return ["digests.json is damaged"]
         now = self.digests()
         changed = [

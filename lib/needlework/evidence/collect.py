@@ -65,7 +65,7 @@ class Collection:
             return cls(record["plan"], items, texts, record["replaced"])
         except FileNotFoundError:
             raise ValueError(f"{folder} holds no collection (no collection.json)") from None
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        except (json.JSONDecodeError, RecursionError, KeyError, TypeError, UnicodeDecodeError):
             raise ValueError(
                 f"{folder}/collection.json is damaged; collect again or restore it from the bundle"
             ) from None

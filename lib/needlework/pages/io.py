@@ -247,7 +247,7 @@ def _read_safetensors(path: Path, size: int) -> list[Dump]:
 
     try:
         tensors = load_file(str(path))
-    except Exception as error:  # likewise
+    except Exception as error:  # its parser and torch's raise several kinds on a broken file
         raise ValueError(f"{path.name} is not a sound safetensors file: {_said(error, 120)}") from None
     if not tensors:
         raise ValueError(f"{path.name} holds no tensor")

@@ -24,6 +24,8 @@ SCHEMA = 1
 UNFINISHED = ".part"  # ends the name of a run that is being recorded
 FROM_SERVER = ("answer", "error", "finish_reason", "worker", "fingerprint")  # text that somebody else wrote
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
+NUMBERS = ("target_tokens", "prompt_tokens", "depth", "cached_tokens", "score", "ttft_s", "latency_s", "ordinal")
+TEXTS = ("outcome", "answer", "expected", "arm", "probe", "label", "cache", "error")
 
 
 class Journal:
@@ -203,6 +205,8 @@ class Journal:
             row = _object(line)
             if row is None or not isinstance(row.get(key), str):
                 raise ValueError(f"{self.path.name}/{name} line {number} is malformed; mend or remove that line")
+            if name == "trials.jsonl" and (wrong := _wrong(row)):
+                raise ValueError(f"{self.path.name}/{name} line {number}: {wrong}; mend or remove that line")
             rows.append(row)
         if not tail.strip():
             return rows, b""
@@ -251,6 +255,16 @@ def _object(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def _wrong(row: dict[str, Any]) -> str:
+    """The first column whose value is not of its kind, in words, or "": a recorded run may come from anybody."""
+    for names, kinds, said in ((NUMBERS, (int, float), "a number"), (TEXTS, (str,), "text")):
+        for name in names:
+            value = row.get(name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+                return f"{name} is not {said}"
+    return ""
 
 
 class Recorded:
