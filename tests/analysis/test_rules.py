@@ -74,6 +74,56 @@ def test_a_prompt_that_changes_its_answer_alone_is_chance_of_the_server(differ, 
     assert low <= presence(frame, "flips_serial") <= high
 
 
+TWICE = [n for n in (200, 300, 400, 1400, 1800, 2400, 4600) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("hit", "low", "high"),
+    [
+        (lambda n, i: n <= 400 or i // 2 % 2, 0.95, 1),  # half of the long ones, each the same again
+        (lambda n, i: n <= 400, None, None),  # a step: nothing that could change
+        (lambda n, i: n <= 400 or i % 2, None, None),  # they change: flips_serial says so
+    ],
+)
+def test_partial_loss_that_repeats_itself_is_no_chance(hit, low, high):
+    """F06 against F04: both lose some of the long prompts, one by what they say, the other by the order of arrival."""
+    found = extract(rows(TWICE, hit, prompt_sha=[str(i // 2) for i in range(len(TWICE))]), {"config": TINY})
+    if low is None:
+        assert "repeats_agree" not in found
+    else:
+        assert low <= found["repeats_agree"].presence <= high
+    assert (found["flips_serial"].presence > 0.9) == bool(hit(2400, 0) != hit(2400, 1))
+
+
+def test_a_constant_is_read_off_a_step():
+    lengths = [n for n in (300, 500, 700, 1000, 1400, 1800, 2700, 4600) for _ in range(6)]
+    step, slope = (rows(lengths, lambda n, i, k=k: n <= 1000 or i % 6 < k) for k in (0, 2))
+    assert presence(step, "edge_at_stash") > 0.7 and presence(slope, "edge_at_stash") < 0.5
+    assert presence(slope, "edge") > 0.9 and presence(slope, "soft_fall") > 0.9
+
+
+def test_a_ceiling_loses_nothing_below_itself():
+    needle = np.tile([100, 300, 500, 1500, 2500], 10)
+    below = {"prompt_tokens": 3000, "needle_token": needle}
+    whole = rows(needle, lambda n, i: n <= 500, **below)
+    leaky = rows(needle, lambda n, i: n <= 500 and i % 4, **below)
+    assert presence(whole.assign(prompt_tokens=2800 + needle % 7), "position_ceiling") > 0.9
+    assert presence(leaky.assign(prompt_tokens=2800 + needle % 7), "position_ceiling") < 0.5
+
+
+def test_requests_in_flight_together_share_a_pass():
+    """F08: alone, the last chunk begins at a known place; in a crowd or beside an abort it does not, and its losses
+    there are no second cause."""
+    needle = np.tile([100, 700, 780], 16)
+    alone = rows([800, 1000, 1300, 1500] * 12, lambda n, i: needle[i] >= 768, needle_token=needle)
+    beside = rows([1000] * 24, lambda n, i: i % 2, needle_token=900, probe="abort", label="after/prefill/call")
+    short = rows([300] * 24, lambda n, i: True)
+    frame = pd.concat([alone, beside.assign(concurrency=2), short], ignore_index=True)
+    seen = extract(frame, {"config": TINY})
+    assert seen["last_chunk_only"].presence > 0.9 and "abort_loss" not in seen
+    assert diagnose(frame, {"config": TINY}).causes == ("F08",)
+
+
 def crowd(lost: dict[int, int]) -> pd.DataFrame:
     parts = [rows([300] * 24, lambda n, i: True)]
     parts += [

@@ -133,6 +133,7 @@ LIFETIMES: tuple[Signature, ...] = (
             "edge_at_other_k": 0.1,
             "sharp": 0.6,
             "soft_fall": 0.12,
+            "repeats_agree": 0.9,
             "last_chunk_only": 0.03,
             "first_right": 0.04,
             "draft_accept": 0.12,

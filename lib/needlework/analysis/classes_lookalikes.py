@@ -109,6 +109,7 @@ LOOKALIKES: tuple[Signature, ...] = (
             "edge": 0.45,
             "far_from_end": 0.5,
             "reference_same": 0.93,
+            "repeats_agree": 0.93,
             "loops": 0.4,
             "both_arms_lose": 0.85,
             "plain_loss": 0.85,

@@ -284,6 +284,7 @@ _HARMLESS = frozenset(
         "buffers_equal",
         "pages_right",
         "flips_loaded",
+        "repeats_agree",
         "cold_loss_only",
     ]
 )

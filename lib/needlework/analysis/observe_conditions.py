@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 
 from needlework.analysis.drift import drift
+from needlework.analysis.monotone import falling_fit
 from needlework.analysis.paired import compare_pairs, pair_up
 from needlework.analysis.view import (
     LAPSE,
@@ -209,8 +210,9 @@ def repeatability(v: View) -> list[Feature]:
         frame[key] = v.frame[key].astype("object").where(v.frame[key].notna(), "")
     from scipy.stats import binom
 
+    out = _repeats_agree(v, frame.assign(length=v.length)[v.measured & ~v.reference_arm & (v.probe != "abort")], keys)
     frame = frame[v.measured]
-    out = _batch_numerics(frame, keys)
+    out += _batch_numerics(frame, keys)
     for name, part in (("flips_serial", frame[frame["load"] == 0]), ("flips_loaded", frame[frame["load"] == 1])):
         groups = part.groupby([*keys, "arm", "warm", "label"], sort=False)["hit"].agg(["size", "min", "max"])
         groups = groups[groups["size"] >= 2]
@@ -226,6 +228,28 @@ def repeatability(v: View) -> list[Feature]:
                 )
             )
     return out
+
+
+def _repeats_agree(v: View, frame: pd.DataFrame, keys: list[str]) -> list[Feature]:
+    """Where recall is partial at a length and no prompt changes when it is asked again, content decides and not chance.
+
+    The odds of the two, as a share: under chance a prompt of a length with recall h changes with 2 h (1 - h). Where one
+    did change, `flips_serial` speaks.
+    """
+    part = frame[~frame["warm"] & (frame["load"] == 0) & np.isfinite(frame["length"])]
+    groups = part.groupby([*keys, "arm"], sort=False).agg(
+        size=("hit", "size"), low=("hit", "min"), high=("hit", "max"), length=("length", "first")
+    )
+    groups = groups[groups["size"] >= 2]
+    base = v.base & np.isfinite(v.length)
+    if len(groups) < 6 or base.sum() < 12 or (groups["low"] != groups["high"]).any():
+        return []
+    h = np.interp(groups["length"], *falling_fit(v.length[base], v.hit[base]))
+    chance = 2 * h * (1 - h)
+    if chance.sum() < 1:  # all of them are surely right or surely lost: nothing could change
+        return []
+    text = f"none of {len(groups)} repeated prompts changes, where chance would change {chance.sum():.1f}"
+    return [Feature("repeats_agree", float(1 / (1 + np.prod(1 - chance))), text, len(groups))]
 
 
 def _batch_numerics(frame: pd.DataFrame, keys: list[str]) -> list[Feature]:

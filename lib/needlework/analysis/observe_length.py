@@ -87,7 +87,7 @@ def length(v: View) -> list[Feature]:
         out.append(
             Feature("soft_fall", 1 - sharp, f"{100 * clean:.0f} % of trials lie on the right side of the edge", len(y))
         )
-        out += _constants(v, whole, narrow)
+        out += _constants(v, whole, narrow, sharp)
     elif v.rate(v.base)[0] > 0:
         other = best > 5 and max(gains, key=lambda name: gains[name]) != "edge"
         text = "the fall follows the needle's place rather than the length" if other else "no fall with length"
@@ -115,8 +115,10 @@ def _fall(name: str, split: Split | None, strength: float, gains: dict[str, floa
 
 
 def _clear(name: str, split: Split) -> float:
-    """How far a fall is one at all, 0 to 1; a table that ends reaches nothing beyond its end."""
-    rest = float(np.clip((0.5 - split.bottom) / 0.2, 0, 1)) if name == "position_ceiling" else 1.0
+    """How far a fall is one at all, 0 to 1; a table that ends reaches nothing beyond its end, and all before it."""
+    rest = 1.0
+    if name == "position_ceiling":
+        rest = float(np.clip((0.5 - split.bottom) / 0.2, 0, 1) * np.clip((split.top - 0.75) / 0.15, 0, 1))
     return rest * float(split.top - split.bottom >= 0.25)
 
 
@@ -171,7 +173,8 @@ def _predict(v: View, gains: dict[str, float], rivals: dict[str, Split | None], 
     if gains[best] < 5:
         return
     if best == "last_chunk_only":
-        v.good = v.needle // chunk == (v.length - 1) // chunk
+        # requests in flight together share a pass, which ends anywhere in a prompt: no such row is sure to hit
+        v.good = (v.needle // chunk == (v.length - 1) // chunk) & ~(v.load > 1)
         return
     x = {"edge": v.length, "position_ceiling": v.needle, "far_from_end": v.length - v.needle}[best]
     at, fit = falling_fit(x[v.base], v.hit[v.base])
@@ -179,12 +182,13 @@ def _predict(v: View, gains: dict[str, float], rivals: dict[str, Split | None], 
     v.good = x <= (held.max() if len(held) else at.min())
 
 
-def _constants(v: View, edge: Split, narrow: float) -> list[Feature]:
+def _constants(v: View, edge: Split, narrow: float, sharp: float) -> list[Feature]:
     if narrow > 1.2:
         return []
     out = []
     found = constants_in((edge.low, edge.high), v.config)
-    weight = float(np.clip(1.25 - narrow / 1.2, 0.15, 1))
+    # a constant is read off a step; what falls gradually passes every constant on its way
+    weight = float(np.clip(1.25 - narrow / 1.2, 0.15, 1)) * (0.35 + 0.65 * sharp)
     # a budget above the configured one loses nothing; a list of candidates is some times as long as the selection
     own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
     kinds = {

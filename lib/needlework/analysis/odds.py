@@ -27,6 +27,7 @@ BACKGROUND = {
     "both_arms_lose": 0.50,
     "loss": 0.90,
     "buffers_equal": 0.60,
+    "repeats_agree": 0.60,
     "pages_right": 0.50,
     "short_loss": 0.20,
     "batch_numerics": 0.10,

@@ -56,7 +56,8 @@ PLACES: dict[str, tuple[str, Rows]] = {
     "edge": ("length", _beyond(lambda v: v.length)),
     "position_ceiling": ("length", _beyond(lambda v: v.needle)),
     "far_from_end": ("length", _beyond(lambda v: v.length - v.needle)),
-    "last_chunk_only": ("length", lambda v, chunk: ~(v.needle // chunk == (v.length - 1) // chunk)),
+    # requests in flight together share a pass, which ends anywhere in a prompt
+    "last_chunk_only": ("length", lambda v, chunk: ~(v.needle // chunk == (v.length - 1) // chunk) | (v.load > 1)),
     "comb": ("residue", _tooth),
     "comb_warm": ("residue", _tooth),
     "truncated": ("truncated", lambda v, _: v.number("prompt_tokens") < 0.93 * v.sent),
