@@ -183,3 +183,16 @@ def test_where_everything_is_lost_nothing_is_said_of_a_second_cause():
     seen = {name: f for name, f in extract(everywhere).items() if f.presence is not None}
     assert rest_of(everywhere, None, BY_CODE["F20"], seen) is None
     assert np.isfinite(diagnose(everywhere).ranked[0].posterior)
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        (["kv changed scales", "kv stale page"], {"page_stale"}),  # another owner's page has other scales
+        (["kv changed scales", "kv stale page", "scale-out-of-range"], {"page_scale"}),  # F20: no owner writes those
+        (["row-format", "kv stale page", "scale-out-of-range"], {"page_layout"}),  # F01: both are its shadow
+    ],
+)
+def test_one_page_finding_is_the_shadow_of_another(pages, expected):
+    found = extract(rows([300] * 12, lambda n, i: True), {"pages": pages})
+    assert {n for n in ("page_layout", "page_scale", "page_stale") if found[n].presence} == expected

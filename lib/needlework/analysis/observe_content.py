@@ -200,7 +200,13 @@ def inside(v: View) -> list[Feature]:
     if pages is not None:
         words = " ".join(pages).lower()
         layout, stale = (bool(re.search(FINDINGS[name], words)) for name in ("page_layout", "page_stale"))
-        shadows = {"page_scale": layout or stale, "page_stale": layout, "page_nonfinite": layout}
+        # no owner of a page writes a scale that its format can not hold, and what is computed from it differs as well
+        scale = "out-of-range" in words
+        shadows = {
+            "page_scale": layout or (stale and not scale),
+            "page_stale": layout or scale,
+            "page_nonfinite": layout,
+        }
         for name, pattern in FINDINGS.items():
             seen = bool(re.search(pattern, words)) and not shadows.get(name, False)
             what = f"page findings {'' if seen else 'do not '}name {name.removeprefix('page_')}"
