@@ -79,6 +79,8 @@ workbook.tables.table(
 kept, lost = (set(marks[marks["found"] == f]["needle_token"].dropna().astype(int)) for f in (1, 0))
 edge = (max((t for t in kept if t < min(lost)), default=0), min(lost)) if lost else None
 print("no place is lost" if edge is None else f"the first loss lies between tokens {edge[0]:,} and {edge[1]:,}")
+
+# %%
 window = workbook.deployed(bundle, opened).config.get("window", "not known")
 if edge is not None and kept and max(kept) > max(lost):
     print(f"found again {length - max(kept):,} tokens before the end; window: {window}")
