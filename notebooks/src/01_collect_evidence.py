@@ -41,6 +41,9 @@ show_lines = 4
 # %%
 bundle = workbook.incident(incident)
 collection = evidence.Collection.read(bundle.evidence)
+told = incident == "context-loss"  # the sentences are about that one; of another collection only the tables speak
+if not told:
+    print(f"The tables below are of {incident}; the sentences between them tell of context-loss.")
 items = pd.DataFrame(collection.items)
 items["what"] = items["item"].str.partition(":")[0]
 states = items.pivot_table(index=["role", "what"], columns="state", values="item", aggfunc="count", fill_value=0)
@@ -60,9 +63,10 @@ workbook.tables.table(replaced, "What redaction replaced: different values, and 
 
 # %%
 missing = evidence.absences(collection)
-assert missing["finding"].str.contains("does not exist").any(), "a named source file is missing in this incident"
-assert missing["finding"].str.contains("inactive").any(), "the combined unit is present but inactive"
-assert missing["finding"].str.contains("another service").any(), "the prefill log is not an engine's log"
+found = missing["finding"].astype(str).str
+assert not told or found.contains("does not exist").any(), "a named source file is missing in this incident"
+assert not told or found.contains("inactive").any(), "the combined unit is present but inactive"
+assert not told or found.contains("another service").any(), "the prefill log is not an engine's log"
 workbook.tables.table(missing, "Absence as a finding")
 
 # %% [markdown]
@@ -73,8 +77,8 @@ workbook.tables.table(missing, "Absence as a finding")
 # %%
 units = evidence.units(collection).set_index("role")
 active = units.index[units["state"] == "active"].tolist()
-assert active == ["prefill", "decode", "router"] and units.loc["combined", "state"] == "inactive"
-assert units.loc["combined", "starts"].endswith(".sh"), "the combined unit starts a script that is there"
+assert not told or (active == ["prefill", "decode", "router"] and units.loc["combined", "state"] == "inactive")
+assert not told or units.loc["combined", "starts"].endswith(".sh"), "the combined unit starts a script that is there"
 workbook.tables.table(units.reset_index()[["role", "unit", "state", "starts"]], "Units, their state, what they start")
 
 # %% [markdown]
@@ -87,8 +91,8 @@ workbook.tables.table(units.reset_index()[["role", "unit", "state", "starts"]], 
 # %%
 searched = evidence.searched(collection)
 pair = searched[searched["role"].isin(["prefill", "decode"])].set_index(["role", "place"])["hits"].unstack()
-assert (pair["unit and drop-ins"] == 0).all() and (pair["process environment"] == 0).all()
-assert (pair["wrapper script"] > 0).all(), "the wrapper scripts hold what the units do not"
+assert not told or (pair[["unit and drop-ins", "process environment"]] == 0).all(axis=None)
+assert not told or (pair["wrapper script"] > 0).all(), "the wrapper scripts hold what the units do not"
 workbook.tables.table(searched.drop(columns="host"), "The same words in every place that can set something")
 
 # %% [markdown]
@@ -103,7 +107,7 @@ workbook.tables.table(searched.drop(columns="host"), "The same words in every pl
 # %%
 table = evidence.effective(collection)
 chosen = table[table["setting"].str.contains("page_size|kv_cache|topk|radix|chunk|SGLANG|disagg|context_length")]
-assert {"prefill", "decode"} <= set(table["role"])
+assert not told or {"prefill", "decode"} <= set(table["role"])
 workbook.tables.table(
     chosen[["role", "setting", "value", "source", "overrides"]], "Effective settings and their sources"
 )
@@ -123,7 +127,7 @@ workbook.tables.table(differing, "Settings that differ between the roles, decisi
 sides = [role for role in ("prefill", "decode", "combined") if role in differing.columns]
 verdict = "agree on every decisive setting" if decisive.empty else f"differ in {', '.join(decisive['setting'])}"
 print(f"{' and '.join(sides)} {verdict}")
-assert decisive["setting"].tolist() == ["disable_radix_cache"], "another decisive difference, or none"
+assert not told or decisive["setting"].tolist() == ["disable_radix_cache"], "another decisive difference, or none"
 
 # %% [markdown]
 # *Decisive* means that such a difference can lose context, not that this one does. Here it is the prefix cache (SGLang's
@@ -136,19 +140,24 @@ assert decisive["setting"].tolist() == ["disable_radix_cache"], "another decisiv
 # keeps its row: that nothing was found is an answer too.
 
 # %%
-host = items.loc[items["role"] == "decode", "host"].iloc[0]
-log = evidence.read_log(collection, host, "decode")
+roles = sorted(items.loc[items["what"] == "journal", "role"].unique())
+asked = next((role for role in ("decode", "combined", *roles) if role in roles), "decode")
+logs = {
+    role: evidence.read_log(collection, h, role) for h, role in items[["host", "role"]].drop_duplicates().to_numpy()
+}
+log = logs[asked]
 counts = evidence.scan(log)
-assert len(log) == 4000, "the window of the decode log is 4,000 lines"
+assert not told or (asked == "decode" and len(log) == 4000), "the window of the decode log is 4,000 lines"
 workbook.tables.table(
-    counts[["category", "count", "requests", "example"]], f"{len(log):,} lines of the decode log by category"
+    counts[["category", "count", "requests", "example"]], f"{len(log):,} lines of the {asked} log by category"
 )
 
 # %%
 said = log["message"].str.extract(r'"(?P<request>[A-Z]+ /[^ ?"]*)[^"]*" (?P<status>\d{3})').fillna("no request")
 requests = said.value_counts().rename("lines").reset_index()
-assert requests["lines"].sum() == len(log) and (requests["status"] == "200").all()
-assert requests["lines"].max() == 3996 and not requests["request"].str.contains("completions").any()
+assert requests["lines"].sum() == len(log)
+assert not told or ((requests["status"] == "200").all() and requests["lines"].max() == 3996)
+assert not told or not requests["request"].str.contains("completions").any()
 workbook.tables.table(requests, f"What the {len(log):,} lines are instead: requests and their status")
 
 # %%
@@ -165,11 +174,11 @@ silent = [
     "radix",
     "prefix",
 ]
-assert counts.set_index("category").loc[silent, "count"].sum() == 0
-prefill = evidence.read_log(collection, host, "prefill")
-heads = {"decode": log["message"].head(show_lines), "prefill": prefill["message"].head(show_lines)}
-assert heads["decode"].str.contains("200 OK").all() and prefill["message"].str.contains("system health").any()
-workbook.tables.table(pd.DataFrame(heads), "The first lines of both logs, as they are")
+assert not told or counts.set_index("category").loc[silent, "count"].sum() == 0
+heads = {role: lines["message"].head(show_lines) for role, lines in logs.items() if len(lines)}
+assert not told or heads["decode"].str.contains("200 OK").all()
+assert not told or logs["prefill"]["message"].str.contains("system health").any()
+workbook.tables.table(pd.DataFrame(heads), "The first lines of the logs, as they are")
 
 # %% [markdown]
 # No line of the decode log names a NaN, an infinity, corruption, a mismatch, an abort, an eviction, a traceback or lack of
@@ -184,7 +193,7 @@ workbook.tables.table(pd.DataFrame(heads), "The first lines of both logs, as the
 # %%
 files = evidence.source_files(collection)
 python = files[files["path"].str.endswith(".py")].set_index(["role", "state"])
-assert python.loc[("decode", "ok"), "bytes"] > 0 and ("decode", "missing") in python.index
+assert not told or (python.loc[("decode", "ok"), "bytes"] > 0 and ("decode", "missing") in python.index)
 workbook.tables.table(files.assign(sha256=files["sha256"].str[:16]).drop(columns="host"), "Source files and scripts")
 
 # %% [markdown]
@@ -194,8 +203,9 @@ workbook.tables.table(files.assign(sha256=files["sha256"].str[:16]).drop(columns
 # %%
 release = evidence.load_plan(bundle.toml).release
 compared = evidence.compare_sources(collection, release, bundle.path)
-assert [c.name for c in compared] == ["attention.py"] and (compared[0].added, compared[0].removed) == (0, 2)
-compared[0]
+changes = [(c.name, c.added, c.removed) for c in compared]
+assert not told or changes == [("attention.py", 0, 2)]
+compared[0] if compared else print("no released copy was given to compare with")
 
 # %% [markdown]
 # It is not: it lacks two lines, the release's shortcut for a single row. The general path is the same. A difference is a

@@ -83,6 +83,14 @@ def test_an_instrument_that_ran_is_not_proposed_again():
     assert asked & {t.title for t in diagnose(few, {"config": CONFIG}).next_tests}, "nothing but recall ran"
 
 
+def test_once_the_decisive_finding_is_there_the_cure_is_next():
+    outside, inside = ({"config": CONFIG, **more} for more in ({}, {"digests": {"kv": True, "index": False}}))
+    frame = simulate("F14", 1)
+    assert diagnose(frame, outside).next_tests[-1].title == "the decisive test of F14"
+    last = diagnose(frame, inside).next_tests[-1]
+    assert last.title == "the cure of F14" and "index" in last.how and last.outcomes["F14"] == "nothing lost"
+
+
 def test_large_table_is_fast():
     frame = pd.concat([simulate("F05", s) for s in range(2)] * 11, ignore_index=True).iloc[:10_000]
     frame["seed"] = np.arange(len(frame))

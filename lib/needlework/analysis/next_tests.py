@@ -12,6 +12,12 @@ from needlework.analysis.signatures import BY_CODE, SIGNATURES
 from needlework.analysis.view import Feature
 
 RAN = 6  # trials of an instrument from which on it counts as run
+# what decisive tests look for: once it is found, the cure is what is left to test
+SEEN_INSIDE = (
+    *("side_buffer_differs", "main_buffer_differs", "all_buffers_differ", "page_layout", "page_scale"),
+    *("page_nonfinite", "page_stale", "page_order", "placement", "other_topk", "crossed_identity"),
+    *("reference_same", "log_failed_load"),
+)  # fmt: skip
 
 
 class Rank(Protocol):
@@ -158,7 +164,8 @@ TESTS: tuple[Test, ...] = (
 
 
 def next_tests(ranked: Sequence[Rank], seen: Mapping[str, Feature], rows: Mapping[str, int]) -> list[NextTest]:
-    """Tests on which the leading classes disagree, best first, and last the decisive one of the first class.
+    """Tests on which the leading classes disagree, best first, and last the decisive one of the first class; where what
+    that one looks for was found, the cure.
 
     rows    trials in the table by probe: an instrument that ran is not proposed again, unless it could show nothing
     """
@@ -179,9 +186,21 @@ def next_tests(ranked: Sequence[Rank], seen: Mapping[str, Feature], rows: Mappin
         found.append(NextTest(test.title, how, outcomes, float(spread[best])))
     found.sort(key=lambda t: -t.power)
     top = BY_CODE[ranked[0].code]
-    decisive = NextTest(
-        f"the decisive test of {top.code}", top.decisive, {top.code: "as it predicts", "any other class": "not"}, 1.0
-    )
+    shown = [
+        n for n in SEEN_INSIDE if n in seen and (seen[n].presence or 0.0) >= 0.9 and top.expects.get(n, 0.0) >= 0.6
+    ]
+    if shown:
+        how = f"mend what the inside shows ({seen[shown[0]].text}), then send the same prompts again"
+        decisive = NextTest(
+            f"the cure of {top.code}", how, {top.code: "nothing lost", "any other class": "as before"}, 1.0
+        )
+    else:
+        decisive = NextTest(
+            f"the decisive test of {top.code}",
+            top.decisive,
+            {top.code: "as it predicts", "any other class": "not"},
+            1.0,
+        )
     useful = [t for t in found if t.power > 0.004][:4]
     return [*useful, decisive] if useful else [decisive]
 

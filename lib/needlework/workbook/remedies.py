@@ -55,7 +55,7 @@ class Advice:
     proof: str
 
     def __str__(self) -> str:
-        return f"Meanwhile: {self.meanwhile}. Then: {self.look}. Proof ({self.code}): {self.proof}."
+        return f"Meanwhile: {self.meanwhile}. Then: {self.look}."
 
 
 def advice(code: str) -> Advice:
