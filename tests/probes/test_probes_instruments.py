@@ -242,6 +242,13 @@ def test_command_line(tmp_path, capsys):
         main(["arms", "a=http://127.0.0.1:9"])
 
 
+@pytest.mark.parametrize("name", ["recall", "warm", "echo", "arms"])
+def test_an_empty_list_of_lengths_is_one_sentence(name):
+    urls = ["a=http://127.0.0.1:9", "b=http://127.0.0.1:9"] if name == "arms" else ["http://127.0.0.1:9"]
+    with pytest.raises(ValueError, match="lengths is empty; give at least one"):
+        main([name, *urls, "--lengths", ",", "--yes"])
+
+
 def test_command_line_error_is_one_sentence():
     done = subprocess.run(
         [sys.executable, "-m", "needlework", "probe", "recall", "http://127.0.0.1:9", "--yes"],

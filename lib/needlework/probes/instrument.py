@@ -74,10 +74,14 @@ def instrument(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., R]],
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.name != "common"]
+        several = {p.name for p in own if isinstance(p.default, tuple) and p.default}
         extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in shared]
 
         @functools.wraps(function)
         def call(*args: Any, **options: Any) -> R:
+            for name, value in options.items():
+                if name in several and not len(value):
+                    raise ValueError(f"{name} is empty; give at least one, or leave it out")
             common = Common(**{f.name: options.pop(f.name) for f in shared if f.name in options})
             return function(*args, common=common, **options)
 
