@@ -39,6 +39,25 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.PyDLL(None) if sys.platform == "linux" else None  # loaded here: little is safe after a fork
 
 
+def lock_folder(folder: Path) -> int | None:
+    """Takes `folder` for this process alone and returns what holds it: close it with os.close; the system drops it when
+    the process dies. None on Windows, which has no such locks: the folder is then the user's to guard.
+
+    Raises ValueError when another process (or another holder in this one) writes there.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ValueError(f"another process is writing to the run folder {folder.name}; use another folder") from None
+    return handle
+
+
 def listening_socket(port: int = 0) -> socket.socket:
     """A listening TCP socket on the loopback address; `port` 0 lets the system choose.
 

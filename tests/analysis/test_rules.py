@@ -47,9 +47,11 @@ def test_short_prompts_that_a_found_edge_explains_are_no_short_loss():
     assert presence(everywhere, "short_loss") > 0.9 and presence(everywhere, "edge") < 0.5
 
 
+SIGNS = ("past_budget", "far_lost", "worse_than_blind", "below_budget")
 CHOICES = {  # seen hits at a length -> signs beside the budget of 512: past it, far beyond it, below it
-    "an index that says nothing": (lambda n, i: n <= 512 or (n <= 1000 and i % 3), {"past_budget", "far_lost"}),
-    "a list that is cut at 128": (lambda n, i: n < 200, {"past_budget", "far_lost", "below_budget"}),
+    "an index that says nothing": (lambda n, i: n <= 512 or (n <= 600 and i % 3), set(SIGNS[:3])),
+    "a list that is cut at 128": (lambda n, i: n < 200, set(SIGNS)),
+    "a blind choice": (lambda n, i: i % 6 < 6 * 512 / n, set()),
     "candidates overflow at 1,024": (lambda n, i: n <= 1024, {"far_lost"}),
     "scores that still say something": (lambda n, i: n <= 1024 or i % 2, set()),
     "nothing is lost": (lambda n, i: True, set()),
@@ -62,8 +64,7 @@ def test_misses_beside_the_budget_part_the_faults_of_the_selection(what):
     hit, expected = CHOICES[what]
     lengths = [n for n in (110, 170, 300, 490, 540, 600, 1000, 1400, 2700, 4600) for _ in range(6)]
     found = extract(rows(lengths, hit), {"config": TINY})
-    names = ("past_budget", "far_lost", "below_budget")
-    assert {name for name in names if (found[name].presence or 0.0) >= 0.5} == expected
+    assert {name for name in SIGNS if (found[name].presence or 0.0) >= 0.5} == expected
 
 
 @pytest.mark.parametrize(("differ", "low", "high"), [(0, 0, 0), (1, 0, 0.1), (4, 0.9, 1)])

@@ -4,6 +4,7 @@ from outside in 120 requests and confirmed by its pages."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from needlework.calibrate.inside import start_inside
 from needlework.calibrate.run import calibrate
 from needlework.calibrate.summary import judged, summarise, table
 from needlework.probes import battery
+from needlework.processes import lock_folder
 from needlework.serving import run as run_coroutine
 
 SHORT = replace(
@@ -167,6 +169,14 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["--as-is", "--out", str(tmp_path)]) == 2 and "measured" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_measured_into_by_one_process_at_a_time(tmp_path, capsys):
+    held = lock_folder(tmp_path)
+    assert main(["--faults", "F14", "--seeds", "1", "--out", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "another process" in said and len(said.splitlines()) == 1 and not (tmp_path / "runs").exists()
+    os.close(held)
 
 
 def test_an_unfinished_run_has_its_tables(tmp_path, capsys):

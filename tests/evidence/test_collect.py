@@ -10,7 +10,7 @@ import threading
 
 import pandas as pd
 import pytest
-from conftest import JOURNAL_REMOTE, MISSING, SOURCE, START_US, build_image, write_journal
+from evidence_image import JOURNAL_REMOTE, MISSING, SOURCE, START_US, build_image, write_journal
 from forms import FORMS
 from needlework.evidence import (
     Bundle,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import MISSING, SOURCE, build_image
+from evidence_image import MISSING, SOURCE, build_image
 from needlework.evidence import absences, collect, load_plan
 from needlework.evidence import hosts as reading
 

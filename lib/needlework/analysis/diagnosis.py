@@ -32,7 +32,7 @@ STRONG, WEAK = 2.5, 0.7  # log likelihood ratios against the background: one lin
 FALLS = ("edge", "position_ceiling", "far_from_end", "last_chunk_only")  # what recall follows: one of them, as a rule
 # Features that say the same thing in other words count as one line of evidence.
 LINES = {
-    **dict.fromkeys(("edge", "sharp", "soft_fall", "past_budget", "far_lost"), "length"),
+    **dict.fromkeys(("edge", "sharp", "soft_fall", "past_budget", "far_lost", "worse_than_blind"), "length"),
     **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "edge_at_chunk", "below_budget"), "constant"),
     **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash"), "constant"),
     **dict.fromkeys(("loss", "plain_loss", "rare_loss", "both_arms_lose"), ""),
@@ -201,7 +201,9 @@ def _likelihood(odds: float, presence: float) -> float:
 
 
 def _score(signature: Signature, seen: dict[str, Feature]) -> float:
-    return sum(_likelihood(signature.odds(name), f.presence or 0.0) for name, f in seen.items())
+    # gradual is what is not sharp: counted once
+    once = {name: f for name, f in seen.items() if name != "soft_fall" or "sharp" not in seen}
+    return sum(_likelihood(signature.odds(name), f.presence or 0.0) for name, f in once.items())
 
 
 def _background(name: str, presence: float) -> float:

@@ -191,16 +191,11 @@ def next_tests(ranked: Sequence[Rank], seen: Mapping[str, Feature], rows: Mappin
     ]
     if shown:
         how = f"mend what the inside shows ({seen[shown[0]].text}), then send the same prompts again"
-        decisive = NextTest(
-            f"the cure of {top.code}", how, {top.code: "nothing lost", "any other class": "as before"}, 1.0
-        )
+        kind, expected, otherwise = "cure", "nothing lost", "as before"
     else:
-        decisive = NextTest(
-            f"the decisive test of {top.code}",
-            top.decisive,
-            {top.code: "as it predicts", "any other class": "not"},
-            1.0,
-        )
+        how = top.decisive
+        kind, expected, otherwise = "decisive test", "as it predicts", "not"
+    decisive = NextTest(f"the {kind} of {top.code}", how, {top.code: expected, "any other class": otherwise}, 1.0)
     useful = [t for t in found if t.power > 0.004][:4]
     return [*useful, decisive] if useful else [decisive]
 

@@ -141,11 +141,11 @@ def short(v: View) -> list[Feature]:
 def budget(v: View) -> list[Feature]:
     """Where misses lie beside top-k x ratio, up to which a selection has nothing to choose.
 
-    An index that says nothing (F01) or a list that is cut (F05) loses as soon as there is a choice, and far beyond it
-    everything; a list of candidates that overflows (F04) is some times as long as the selection; scores that still say
-    something (F06) keep a share. Below the budget only a smaller budget loses.
+    An index that says nothing (F01) or a list that is cut (F05) loses as soon as there is a choice, more than a blind
+    choice would, and far beyond it everything; a list of candidates that overflows (F04) is some times as long as the
+    selection; scores that still say something (F06) keep a share. Below the budget only a smaller budget loses.
     """
-    from scipy.stats import binom
+    from scipy.stats import binom, norm
 
     own = int(v.config.get("topk", 0)) * int(np.max(v.config.get("ratio", 1)))
     if not own or len(np.unique(v.length[v.base])) < 3:
@@ -160,6 +160,14 @@ def budget(v: View) -> list[Feature]:
     if n >= 5:
         text = f"{misses} of {n} prompts of more than four times top-k x ratio miss"
         out.append(Feature("far_lost", float(np.clip((misses / n - 0.7) / 0.2, 0, 1)), text, n))
+    choice = v.base & (v.length > own)
+    if (n := int(choice.sum())) >= 12:
+        # whichever k of n entries a blind choice takes, the needle's is among them with chance k / n
+        kept = own / v.length[choice]
+        found, mean, spread = int(v.hit[choice].sum()), float(kept.sum()), float(np.sqrt((kept * (1 - kept)).sum()))
+        text = f"{found} of {n} prompts above top-k x ratio hit, where a blind choice would keep {mean:.0f}"
+        p = float(norm.cdf((found + 0.5 - mean) / max(spread, 1e-9)))
+        out.append(Feature("worse_than_blind", presence_of(p), text, n))
     if v.rate(v.base & (v.length <= own))[1] >= 5:
         below = v.edge is not None and v.edge.high <= own
         text = "the fall lies below top-k x ratio" if below else "no fall below top-k x ratio"

@@ -17,7 +17,7 @@ BACKGROUND = {
     ),
     **dict.fromkeys(("drift", "continue_loss", "load_loss", "foreign", "first_right", "loops", "flips_serial"), 0.06),
     **dict.fromkeys(("edge", "controls_fail"), 0.08),
-    **dict.fromkeys(("past_budget", "far_lost"), 0.06),
+    **dict.fromkeys(("past_budget", "far_lost", "worse_than_blind"), 0.06),
     "below_budget": 0.03,
     **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash", "edge_at_chunk"), 0.08),
     **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "near_misses", "many_faces"), 0.12),

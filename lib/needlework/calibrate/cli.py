@@ -86,7 +86,7 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], planned:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from here, and --as-is shows what there is", file=sys.stderr)
         return 130
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"the calibration stopped: {str(error)[:300]}", file=sys.stderr)
         return 2
     busy = sum(row["cpu_s"] for row in rows)

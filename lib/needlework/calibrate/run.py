@@ -15,7 +15,7 @@ from typing import Any
 
 from needlework.calibrate.cases import GEOMETRY, PLAN, Case, key
 from needlework.probes.battery import Plan, battery
-from needlework.processes import worker_pool
+from needlework.processes import lock_folder, worker_pool
 
 WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share their weights
 
@@ -125,12 +125,15 @@ def calibrate(
     executor  anything with `submit` that returns futures, for example a Dask client's `get_executor()`; its workers
               must see `folder`. Without one, `workers` processes of this machine.
 
-    A case whose trials are in the folder is not measured again, only diagnosed with the rules as they are now.
+    A case whose trials are in the folder is not measured again, only diagnosed with the rules as they are now. Raises
+    ValueError when another process measures into `folder`: the same case measured by two at once would be neither's.
     """
     cases = list(wanted)
     Path(folder).mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
+        if not all(measured(case, folder, plan) for case in cases) and (held := lock_folder(Path(folder))) is not None:
+            stack.callback(os.close, held)
         if executor is None:
             executor = stack.enter_context(worker_pool(workers))
         futures: dict[Future[dict[str, Any]], Case] = {

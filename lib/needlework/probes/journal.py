@@ -15,6 +15,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from needlework.processes import lock_folder
 from needlework.serving.scrub import private
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class Journal:
                 raise FileNotFoundError(f"{self.path.name} is not a recorded run: it holds no trials.jsonl")
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._take_lock()
+            self._lock = lock_folder(self.path)
         try:
             self._read()
         except BaseException:
@@ -174,22 +175,6 @@ class Journal:
         self.close()
 
     # ---- files ----
-
-    def _take_lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # no such locks on Windows; the folder is then the user's to guard
-            return
-        assert self.path is not None
-        self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it when the process dies
-        except OSError:
-            os.close(self._lock)
-            self._lock = None
-            raise ValueError(
-                f"another process is writing to the run folder {self.path.name}; use another folder"
-            ) from None
 
     def _load(self, name: str, key: str) -> tuple[list[dict[str, Any]], bytes]:
         """The rows of a file (each holds text under `key`), and what stands after its last line break."""

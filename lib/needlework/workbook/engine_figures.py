@@ -31,7 +31,7 @@ def first_step_distances(tables: Mapping[str, pd.DataFrame], *, budget: int, tit
         ha="right",
         fontsize=8,
     )
-    figures._log_tokens(axes)
+    figures.log_tokens(axes)
     axes.set(xlabel="prompt tokens", ylabel="first-step distance (nats)", title=figures.label(title, 90))
     axes.legend(loc="upper left")
     return fig

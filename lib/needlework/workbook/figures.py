@@ -248,7 +248,7 @@ def recall_curve(
             color="#333333",
         )
     if log:
-        _log_tokens(axes)
+        log_tokens(axes)
     axes.set(
         xlabel="prompt tokens, as counted by the endpoint",
         ylabel="recall (exact answers)",
@@ -260,7 +260,7 @@ def recall_curve(
     return fig
 
 
-def _log_tokens(axes: Axes) -> None:
+def log_tokens(axes: Axes) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)

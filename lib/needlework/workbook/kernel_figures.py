@@ -29,7 +29,7 @@ def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", ti
         axes.plot(rows["keys"], error, marker=figures.MARKERS[i], color=figures.OKABE_ITO[i], label=figures.label(name))
     axes.axhline(limit, color="#555555", ls=":", lw=1)
     axes.annotate("limit", (table["keys"].min(), limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
-    figures._log_tokens(axes)
+    figures.log_tokens(axes)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}"))
     axes.set(xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(title, 90))
@@ -62,7 +62,7 @@ def recall_by_budget(
     axes.plot([], [], color="#555555", lw=1.2, label="predicted")
     axes.axvline(mark, color="#555555", ls=":", lw=1)
     axes.annotate(f"k = {mark}", (mark, 0.02), xytext=(3, 0), textcoords="offset points", fontsize=8)
-    figures._log_tokens(axes)
+    figures.log_tokens(axes)
     axes.set(xlabel="budget k, in entries of four tokens", ylabel="needles with rank ≤ k", ylim=(-0.04, 1.06))
     axes.legend()
     return fig
