@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.analysis.intervals import wilson
+from needlework.calibrate.cases import STRENGTHS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,19 +77,23 @@ class Summary:
         return table(self.rows, view)
 
     def totals(self, view: str) -> dict[str, tuple[int, int]]:
-        """(right, of) for single classes at default strength, healthy deployments, and pairs."""
+        """(right, of) for single classes at each strength, healthy deployments, and pairs."""
         marks = [(row, judged(row, view)) for row in self.rows]
-        single = [m for row, m in marks if len(row["faults"]) == 1 and row["strength"] == "default"]
+        single = [(row["strength"], m) for row, m in marks if len(row["faults"]) == 1]
         healthy = [m for row, m in marks if not row["faults"]]
         pairs = [m for row, m in marks if len(row["faults"]) == 2]
-        every = [m for row, m in marks if len(row["faults"]) < 2 and row["strength"] == "default"]
-        return {
-            "right class first (default strength)": (sum(m["first"] for m in single), len(single)),
-            "right class among the first three": (sum(m["three"] for m in single), len(single)),
-            "something found (default strength)": (sum(m["detected"] for m in single), len(single)),
+        out = {}
+        for strength in sorted({name for name, _ in single}, key=STRENGTHS.index):
+            of = [m for name, m in single if name == strength]
+            out |= {
+                f"right class first ({strength} strength)": (sum(m["first"] for m in of), len(of)),
+                f"right class among the first three ({strength})": (sum(m["three"] for m in of), len(of)),
+                f"something found ({strength})": (sum(m["detected"] for m in of), len(of)),
+                f"another class named ({strength})": (sum(m["accused"] for m in of), len(of)),
+            }
+        return out | {
             "healthy called healthy": (sum(m["healthy"] for m in healthy), len(healthy)),
             "healthy accused of something": (sum(m["accused"] for m in healthy), len(healthy)),
-            "another class named (single and healthy)": (sum(m["accused"] for m in every), len(every)),
             "pairs: both in the first two": (sum(m["both"] for m in pairs), len(pairs)),
             "pairs: two causes said": (sum(m["two causes"] for m in pairs), len(pairs)),
         }
