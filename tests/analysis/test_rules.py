@@ -112,6 +112,37 @@ def test_a_ceiling_loses_nothing_below_itself():
     assert presence(leaky.assign(prompt_tokens=2800 + needle % 7), "position_ceiling") < 0.5
 
 
+def test_nothing_beyond_the_budget_is_a_face_of_several_classes():
+    """F01, F04 and F06 can each leave nothing beyond the budget: no one of them is named with more than weak evidence,
+    while a loss that begins later or keeps a share is told apart."""
+    lengths = [n for n in (110, 170, 300, 490, 540, 600, 1000, 1400, 2700, 4600) for _ in range(6)]
+    found = diagnose(rows(lengths, lambda n, i: n <= 512), {"config": TINY})
+    assert {"F01", "F04", "F06"} <= {r.code for r in found.ranked[:4]} and found.confidence == "weak"
+    share = {r.code: r.posterior for r in found.ranked}
+    assert share["F01"] < 0.75 and share["F04"] > 0.05 and share["F06"] > 0.05
+    partial = diagnose(rows(lengths, lambda n, i: n <= 1000 or i % 2), {"config": TINY})
+    assert partial.ranked[0].code == "F06"
+
+
+def test_faces_of_a_class_share_its_weight():
+    for signature in BY_CODE.values():
+        assert abs(sum(share for share, _ in signature.faces) - 1) < 1e-9 and signature.faces[0][0] > 0.5
+        assert signature.faces[0][1] is signature and all(face.code == signature.code for _, face in signature.faces)
+
+
+def test_arms_are_compared_where_the_place_decides():
+    """F14 beyond its second chunk against F02: the other arm was asked little, but also where the pair loses."""
+    needle = np.tile([200, 700, 1200, 1700, 2200, 2600], 8)
+    pair = rows([2700] * 48, lambda n, i: needle[i] <= 1536, needle_token=needle, arm="pd")
+    pair["prompt_tokens"] += needle % 7
+    few = {"needle_token": [300, 900, 1400, 1500, 1800, 2000, 2300, 2500], "probe": "arms"}
+    both = [rows([2700] * 8, lambda n, i: True, arm="combined", **few)]
+    both += [rows([2700] * 8, lambda n, i: few["needle_token"][i] <= 1536, arm="pd", **few)]
+    assert presence(pd.concat([pair, *both], ignore_index=True), "pd_loss") > 0.85
+    lost = both[1].assign(arm="combined")
+    assert presence(pd.concat([pair, lost, both[1]], ignore_index=True), "pd_loss") < 0.1
+
+
 def test_requests_in_flight_together_share_a_pass():
     """F08: alone, the last chunk begins at a known place; in a crowd or beside an abort it does not, and its losses
     there are no second cause."""

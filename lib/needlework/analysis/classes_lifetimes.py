@@ -67,9 +67,26 @@ LIFETIMES: tuple[Signature, ...] = (
             "past_budget": 0.4,
             "far_lost": 0.4,
             "worse_than_blind": 0.6,
+            "controls_fail": 0.2,
         },
         "same tokens under two identities (adapter, salt, image) must never hit: read the hit counter",
         ("vllm#44701", "vllm#54342", "LMCache#4086"),
+        forms=(
+            (
+                0.25,
+                {
+                    "crossed_identity": 0.3,
+                    "warm_loss": 0.8,
+                    "flips_serial": 0.6,
+                    "long_suffix_heals": 0.4,
+                    "foreign": 0.3,
+                    "short_loss": 0.1,
+                    "past_budget": 0.06,
+                    "far_lost": 0.06,
+                    "worse_than_blind": 0.06,
+                },
+            ),
+        ),
     ),
     Signature(
         "F12",
@@ -156,6 +173,19 @@ LIFETIMES: tuple[Signature, ...] = (
         "list every registered buffer and compare its digest and restored length on both sides of the move",
         ("sglang#17024", "Mooncake#2236", "sglang#31108"),
         needs=("pd_loss", "reload_loss", "side_buffer_differs"),
+        forms=(
+            (
+                0.3,
+                {
+                    "position_ceiling": 0.9,
+                    "edge": 0.1,
+                    "sharp": 0.2,
+                    "edge_at_topk": 0.1,
+                    "past_budget": 0.05,
+                    "far_lost": 0.3,
+                },
+            ),
+        ),
     ),
     Signature(
         "F15",
@@ -205,6 +235,19 @@ LIFETIMES: tuple[Signature, ...] = (
         "join request ids with warnings and counters; inject one failure and require an error or a recompute",
         ("vllm#52234", "LMCache#4991", "sglang#30233"),
         needs=("pd_loss", "log_failed_load", "reload_loss", "all_buffers_differ"),
+        forms=(
+            (
+                0.2,
+                {
+                    "controls_fail": 0.8,
+                    "worse_than_blind": 0.9,
+                    "past_budget": 0.95,
+                    "far_lost": 0.95,
+                    "rare_loss": 0.05,
+                    "flips_serial": 0.05,
+                },
+            ),
+        ),
     ),
     Signature(
         "F17",
@@ -245,5 +288,20 @@ LIFETIMES: tuple[Signature, ...] = (
         "greedy output with 0, 1, 2 and N drafts must be equal; acceptance length for each tier and turn",
         ("ATOM#1859", "TensorRT-LLM#18662", "ds4#750"),
         needs=("draft_accept", "heals_drafts"),
+        forms=(
+            (
+                0.25,
+                {
+                    "near_misses": 0.9,
+                    "plain_loss": 0.9,
+                    "loss": 0.95,
+                    "draft_accept": 0.2,
+                    "far_from_end": 0.5,
+                    "edge": 0.3,
+                    "past_budget": 0.5,
+                    "repeats_agree": 0.9,
+                },
+            ),
+        ),
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from needlework.analysis.odds import Signature
+from needlework.analysis.odds import NOTHING_BEYOND_BUDGET, Signature
 
 READING: tuple[Signature, ...] = (
     Signature(
@@ -100,6 +100,7 @@ READING: tuple[Signature, ...] = (
         },
         "compare multisets of selected scores with an exact top-k on captured rows, across the stash boundary",
         ("sglang#36807", "vllm#51782", "flashinfer#2605"),
+        forms=((0.15, NOTHING_BEYOND_BUDGET),),
     ),
     Signature(
         "F05",
@@ -130,12 +131,25 @@ READING: tuple[Signature, ...] = (
         },
         "print the effective top-k and window at each consumer, then walk the edge around ratio x top-k",
         ("ATOM#1507", "ATOM#1591", "mlx-lm#1419"),
+        forms=(
+            (
+                0.05,
+                {
+                    "edge": 0.1,
+                    "sharp": 0.1,
+                    "short_loss": 0.9,
+                    "controls_fail": 0.8,
+                    "edge_at_other_k": 0.05,
+                    "below_budget": 0.1,
+                },
+            ),
+        ),
     ),
     Signature(
         "F06",
         "indexer or position arithmetic",
         {
-            "far_from_end": 0.3,
+            "far_from_end": 0.35,
             "soft_fall": 0.75,
             "edge": 0.85,
             "sharp": 0.3,
@@ -157,6 +171,7 @@ READING: tuple[Signature, ...] = (
         },
         "compare indexer scores with a reference layer by layer; send one prompt as first and as second of a batch",
         ("sglang#13439", "mlx-lm#1189", "vllm#41834"),
+        forms=((0.15, NOTHING_BEYOND_BUDGET),),
     ),
     Signature(
         "F07",
@@ -202,6 +217,18 @@ READING: tuple[Signature, ...] = (
         },
         "one fixed prompt, chunk-size sweep that includes a single pass; rows visible against rows stored",
         ("mlx-lm#1189", "llama.cpp#26509", "sglang#22688"),
+        forms=(
+            (
+                0.08,
+                {
+                    "far_from_end": 0.8,
+                    "last_chunk_only": 0.3,
+                    "edge_at_chunk": 0.2,
+                    "past_budget": 0.1,
+                    "soft_fall": 0.6,
+                },
+            ),
+        ),
     ),
     Signature(
         "F18",
@@ -248,7 +275,7 @@ READING: tuple[Signature, ...] = (
             "short_loss": 0.7,
             "first_right": 0.5,
             "many_faces": 0.5,
-            "controls_fail": 0.3,
+            "controls_fail": 0.5,
             "page_stale": 0.1,
             "past_budget": 0.8,
             "far_lost": 0.6,

@@ -200,17 +200,33 @@ def _likelihood(odds: float, presence: float) -> float:
     return math.log(odds * presence + (1 - odds) * (1 - presence))
 
 
-def _score(signature: Signature, seen: dict[str, Feature]) -> float:
+def _by_face(signature: Signature, seen: dict[str, Feature]) -> list[tuple[float, Signature]]:
+    """Log of share times likelihood of each face of a class, the likeliest first."""
     # gradual is what is not sharp: counted once
     once = {name: f for name, f in seen.items() if name != "soft_fall" or "sharp" not in seen}
-    return sum(_likelihood(signature.odds(name), f.presence or 0.0) for name, f in once.items())
+    scored = [
+        (math.log(share) + sum(_likelihood(face.odds(name), f.presence or 0.0) for name, f in once.items()), face)
+        for share, face in signature.faces
+    ]
+    return sorted(scored, key=lambda item: -item[0])
+
+
+def _score(signature: Signature, seen: dict[str, Feature]) -> float:
+    scores = [score for score, _ in _by_face(signature, seen)]
+    return scores[0] + math.log(sum(math.exp(score - scores[0]) for score in scores))
+
+
+def _face(signature: Signature, seen: dict[str, Feature]) -> Signature:
+    """The face that the class most likely shows here."""
+    return _by_face(signature, seen)[0][1]
 
 
 def _background(name: str, presence: float) -> float:
     return _likelihood(BACKGROUND.get(name, ELSEWHERE), presence)
 
 
-def _ranked(s: Signature, posterior: float, score: float, seen: dict[str, Feature]) -> Ranked:
+def _ranked(signature: Signature, posterior: float, score: float, seen: dict[str, Feature]) -> Ranked:
+    s = _face(signature, seen)
     items = [
         Evidence(name, f.text, _likelihood(s.odds(name), f.presence or 0.0) - _background(name, f.presence or 0.0))
         for name, f in seen.items()
@@ -233,13 +249,15 @@ def _normalised(score: dict[str, float]) -> dict[str, float]:
 
 def _second(trials: pd.DataFrame, evidence: Any, first: Ranked, seen: dict[str, Feature]) -> Ranked | None:
     """The cause of what `first` leaves unexplained, if that is clear, with the evidence of the rest of the table."""
-    if first.code == "healthy" or not (rest := rest_of(trials, evidence, BY_CODE[first.code], seen)):
+    face = _face(BY_CODE[first.code], seen)
+    if first.code == "healthy" or not (rest := rest_of(trials, evidence, face, seen)):
         return None
     signs = clear_signs(rest, BY_CODE[first.code])
     left = {name: f for name, f in rest.features.items() if f.presence is not None}
     score = {s.code: _score(s, left) + _prior(s, left) for s in SIGNATURES if s.code != first.code}
     best = BY_CODE[max(score, key=lambda code: score[code])]
-    if best.code == "healthy" or not any(best.expects.get(name, 0.0) >= BRINGS for name in signs):
+    brought = _face(best, left).expects
+    if best.code == "healthy" or not any(brought.get(name, 0.0) >= BRINGS for name in signs):
         return None
     share = _normalised(score)
     return _ranked(best, min(first.posterior, share[best.code]), score[best.code], left)

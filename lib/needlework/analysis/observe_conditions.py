@@ -101,7 +101,11 @@ def arms(v: View) -> list[Feature]:
             low, high = (v.length[lost].min(), v.length[lost].max()) if lost.any() else (0, 0)
             like = v.base_of_all & ~v.pd_arm & (v.length >= 0.9 * low) & (v.length <= 1.1 * high)
             unpaired = contrast(v, "pd_loss", v.pd_arm & (v.length >= low), like, "PD", "other arms").presence or 0.0
-            strength = max(one_sided(compared), min(unpaired, 0.9)) * one
+            # where the place decides, what it loses is compared: the same places in the other arm
+            lost_here = contrast(
+                v, "pd_loss", v.pd_arm & ~v.good, v.base_of_all & ~v.pd_arm & ~v.good, "PD", "other arms"
+            )
+            strength = max(one_sided(compared), min(max(unpaired, lost_here.presence or 0.0), 0.9)) * one
             out.append(Feature("pd_loss", strength, str(compared), compared.pairs))
             misses = min(compared.only_second + compared.neither, compared.only_first + compared.neither)
             both = presence_of(max(compared.neither / compared.pairs < 0.06, 1e-4)) * float(misses >= 3)

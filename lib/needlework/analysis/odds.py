@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 # How often a feature is there for a reason that is not the class in question.
 BACKGROUND = {
@@ -38,9 +39,29 @@ BACKGROUND = {
 ELSEWHERE = 0.05  # any feature without a line above (flags that heal, page findings)
 
 
+# A fault that leaves nothing beyond the budget, whichever of the selection's parts it sits in.
+NOTHING_BEYOND_BUDGET = {
+    "edge": 0.95,
+    "sharp": 0.8,
+    "soft_fall": 0.2,
+    "edge_at_topk": 0.6,
+    "edge_at_stash": 0.08,
+    "far_from_end": 0.03,
+    "past_budget": 0.95,
+    "far_lost": 0.97,
+    "worse_than_blind": 0.9,
+    "repeats_agree": 0.6,
+    "flips_serial": 0.05,
+}
+
+
 @dataclass(frozen=True)
 class Signature:
-    """One fault class or lookalike."""
+    """One fault class or lookalike.
+
+    `forms`: other faces that the class may show, each with its share of the cases and the odds that differ. Features of
+    one face come together, so that odds of single features would call a rarer face impossible.
+    """
 
     code: str
     title: str
@@ -49,8 +70,16 @@ class Signature:
     citations: tuple[str, ...] = ()
     prior: float = 1.0
     needs: tuple[str, ...] = ()  # it shows only where one of these was looked for; else it stays possible, and unlikely
+    forms: tuple[tuple[float, dict[str, float]], ...] = ()
 
     def odds(self, feature: str) -> float:
-        """P(feature | this class), kept off 0 and 1 so that one odd row can not decide alone."""
+        """P(feature | this face of the class), kept off 0 and 1 so that one odd row can not decide alone."""
         value = self.expects.get(feature, BACKGROUND.get(feature, ELSEWHERE))
         return min(0.985, max(0.015, value))
+
+    @cached_property
+    def faces(self) -> tuple[tuple[float, Signature], ...]:
+        """(share, this class as it shows itself then): the usual face first."""
+        usual = 1.0 - sum(share for share, _ in self.forms)
+        others = ((share, replace(self, expects={**self.expects, **odds}, forms=())) for share, odds in self.forms)
+        return ((usual, self), *others)

@@ -125,7 +125,7 @@ def clear_signs(rest: Rest, first: Signature) -> list[str]:
         if name in rest.features
         and (rest.features[name].presence or 0.0) >= CLEAR
         and kind not in rest.kinds
-        and first.odds(name) <= SILENT
+        and all(face.odds(name) <= SILENT for _, face in first.faces)
     ]
 
 
