@@ -131,16 +131,15 @@ def test_faces_of_a_class_share_its_weight():
 
 
 def test_arms_are_compared_where_the_place_decides():
-    """F14 beyond its second chunk against F02: the other arm was asked little, but also where the pair loses."""
-    needle = np.tile([200, 700, 1200, 1700, 2200, 2600], 8)
+    """F14 beyond its second chunk against F02: few needles lie there, four in the other arm's prompts."""
+    needle = np.tile([200, 400, 600, 800, 1000, 1200, 1500, 2200], 6)
     pair = rows([2700] * 48, lambda n, i: needle[i] <= 1536, needle_token=needle, arm="pd")
     pair["prompt_tokens"] += needle % 7
-    few = {"needle_token": [300, 900, 1400, 1500, 1800, 2000, 2300, 2500], "probe": "arms"}
-    both = [rows([2700] * 8, lambda n, i: True, arm="combined", **few)]
-    both += [rows([2700] * 8, lambda n, i: few["needle_token"][i] <= 1536, arm="pd", **few)]
-    assert presence(pd.concat([pair, *both], ignore_index=True), "pd_loss") > 0.85
-    lost = both[1].assign(arm="combined")
-    assert presence(pd.concat([pair, lost, both[1]], ignore_index=True), "pd_loss") < 0.1
+    few = {"needle_token": [300, 1400, 1800, 2000, 2300, 2500], "probe": "arms"}
+    whole = rows([2700] * 6, lambda n, i: True, arm="combined", **few)
+    lost = rows([2700] * 6, lambda n, i: few["needle_token"][i] <= 1536, arm="pd", **few)
+    assert presence(pd.concat([pair, whole, lost], ignore_index=True), "pd_loss") > 0.85
+    assert presence(pd.concat([pair, lost.assign(arm="combined"), lost], ignore_index=True), "pd_loss") < 0.1
 
 
 def test_requests_in_flight_together_share_a_pass():
