@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VIEWS = ("outside", "evidence")
-SHIPPED = Path(__file__).parents[3] / "data" / "calibration" / "table.json"  # of the last full run
+SHIPPED = Path(__file__).parents[3] / "data" / "calibration" / "table.json"  # of the last full run, default strength
+STRENGTHS_SHIPPED = SHIPPED.with_name("strengths.json")  # mild and severe
 MARKERS = ("<!-- calibration: begin -->", "<!-- calibration: end -->")
 TITLES = {
     "outside": "From outside alone: answers, usage, and the sizes that the server states",
