@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import probe_kills
 import pytest
 from mock_endpoint import mock_endpoint
+from needlework import probes
+from needlework.__main__ import main as needlework
 from needlework.analysis import load_trials
 from needlework.probes import Journal, Recorded, recall
 from needlework.serving import Endpoint
@@ -169,6 +171,45 @@ def test_recorded_run_answers_without_a_server(tmp_path):
         recall(Recorded(tmp_path / "run"), lengths=(300, 700), depths=(0.5,))
     assert {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} == before
     assert "127.0.0.1" not in "".join(p.read_text() for p in Path(tmp_path / "run").iterdir())
+
+
+def without(run, *columns):
+    """The run with these columns left out of every row."""
+    rows = [json.loads(line) for line in (run / "trials.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in row.items() if name not in columns} for row in rows]
+    (run / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return f"recorded:{run}"
+
+
+@pytest.mark.parametrize(
+    ("instrument", "options"),
+    [
+        (recall, {"lengths": (300, 600), "depths": (0.2, 0.8)}),
+        (probes.drift, {"canaries": 8, "length": 300}),
+        (probes.turns, {"length": 600, "repeats": 1}),
+        (probes.find_cliff, {"low": 300, "high": 2400, "max_requests": 12}),
+    ],
+)
+def test_what_a_recorded_run_lacks_follows_from_what_was_asked(tmp_path, capsys, instrument, options):
+    with mock_endpoint(lose=lambda n, place, c, o: n > 500) as mock:
+        live = instrument(mock.base_url, tmp_path, **options)
+    places = {"needle_token"} if instrument is not probes.find_cliff else set()
+    target = without(tmp_path, "target_tokens", "depth", "label", "ordinal", "cached_tokens", "wanted_cache", *places)
+    assert str(instrument(target, **options)) == str(live)
+    without(tmp_path, "outcome")
+    name = {"find_cliff": "cliff"}.get(instrument.__name__, instrument.__name__)
+    flags = [
+        f"--{k.replace('_', '-')}={','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in options.items()
+    ]
+    assert needlework(["probe", name, target, *flags]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "the journal has no outcome for the" in said and "mend its line" in said and said.count("\n") == 0
+
+
+def test_a_request_that_failed_has_no_cached_tokens_and_is_no_traceback():
+    with mock_endpoint(fail=lambda o: (503, '{"error": "busy"}') if o == 3 else None) as mock:
+        result = probes.reload(mock.base_url, fill_tokens=900, prompts=2, length=300)
+    assert any("1 transport: HTTP 503: busy" in w for w in result.warnings)
 
 
 def test_resume_after_failures_retries_only_those(tmp_path):

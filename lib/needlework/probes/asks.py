@@ -16,6 +16,14 @@ from .specs import PromptSpec, digest
 
 Target = Endpoint | Recorded | str
 Row = dict[str, Any]
+# of a row that another tool wrote, or that was cut down before it was passed on: nothing is known here
+UNKNOWN: Row = {
+    "prompt_tokens": None,
+    "cached_tokens": None,
+    "cache": "unknown",
+    "needle_token": None,
+    "expected": None,
+}
 Confirm = Callable[[Budget], bool]
 # Earlier turns of a conversation: sends them, returns the final messages and columns to add to the trial's row.
 Prepare = Callable[["Ask", Prompt, Endpoint], Awaitable[tuple[Messages, dict[str, Any]]]]
@@ -53,6 +61,17 @@ class Ask:
         names = (f.name for f in fields(self) if f.name != "ordinal")  # which says when, not what
         identity = {name: getattr(self, name) for name in names} | {"prompt": self.prompt.as_dict()}
         return digest({"generator": GENERATOR, **identity})
+
+    def whole(self, row: Row, *, graded: bool = True) -> Row:
+        """A row of this trial with every column that an instrument reads: what a journal lacks follows from what was
+        asked, or is unknown. Raises ValueError when a graded trial has no outcome.
+        """
+        if graded and row.get("outcome") is None:
+            raise ValueError(f"the journal has no outcome for the {self}; mend its line of trials.jsonl or remove it")
+        of = self.prompt
+        asked = {"target_tokens": of.target_tokens, "depth": of.depth, "label": self.label, "wanted_cache": self.cache,
+                 "ordinal": self.ordinal or 0, "outcome": None}  # fmt: skip
+        return row | {name: value for name, value in (UNKNOWN | asked).items() if row.get(name) is None}
 
     def __str__(self) -> str:
         arm = f", arm {self.arm}" if self.arm else ""

@@ -137,15 +137,20 @@ class Bench:
             self.meter.announce(self.budget)
         return self.budget
 
-    def ask(self, asks: Iterable[Ask], *, concurrency: int = 1, prepare: Prepare | None = None) -> list[Row]:
+    def ask(
+        self, asks: Iterable[Ask], *, concurrency: int = 1, prepare: Prepare | None = None, graded: bool = True
+    ) -> list[Row]:
         """The rows of these trials in their order, from the journal or by sending; at most `concurrency` in flight.
+        graded: each has an outcome.
 
         Raises Stopped when a limit is reached or the endpoint fails again and again, ValueError when a recorded run
-        does not hold a trial.
+        does not hold a trial, or no outcome of it.
         """
         asks = list(asks)
         for a in asks:
             self.remember(a)
+            if self.holds(a):
+                self.journal.rows[a.trial_id] = a.whole(self.journal.rows[a.trial_id], graded=graded)
         missing = [a for a in asks if not self.holds(a)]
         if missing and self.replay:
             raise ValueError(
@@ -277,6 +282,7 @@ class Bench:
             self.endpoint, a, prompt, self._values, alone=row["concurrency"] == 1, thinking=self.thinking,
             tolerance=self.tolerance, prepare=prepare,
         )  # fmt: skip
+        row = a.whole(row, graded=False)
         self.meter.correct(prompt.counted_tokens, row["prompt_tokens"])
         self.journal.append(row)
         if row["outcome"] == "transport":

@@ -183,8 +183,9 @@ def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
 
 def _place(rows: list[Row], edge: int) -> int | None:
     """Token of the asked value at the edge: the last place that still hit."""
-    places = [r["needle_token"] for r in rows if r["label"] == "walk" and r["target_tokens"] == edge and hit(r) == 1.0]
-    return int(places[-1]) if places else None
+    hits = [r for r in rows if r["label"] == "walk" and r["target_tokens"] == edge and hit(r) == 1.0]
+    place = hits[-1]["needle_token"] if hits else None
+    return None if place is None else int(place)
 
 
 def _describe(

@@ -25,8 +25,9 @@ SCHEMA = 1
 UNFINISHED = ".part"  # ends the name of a run that is being recorded
 FROM_SERVER = ("answer", "error", "finish_reason", "worker", "fingerprint")  # text that somebody else wrote
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
-NUMBERS = ("target_tokens", "prompt_tokens", "depth", "cached_tokens", "score", "ttft_s", "latency_s", "ordinal")
-TEXTS = ("outcome", "answer", "expected", "arm", "probe", "label", "cache", "error")
+NUMBERS = ("target_tokens", "prompt_tokens", "depth", "needle_token", "cached_tokens", "score", "ttft_s", "latency_s",
+           "ordinal")  # fmt: skip
+TEXTS = ("outcome", "answer", "expected", "arm", "probe", "label", "cache", "wanted_cache", "history", "error")
 
 
 class Journal:
@@ -184,7 +185,11 @@ class Journal:
             return [], b""
         whole, _, tail = file.read_bytes().rpartition(b"\n")
         rows = []
-        for number, line in enumerate(whole.split(b"\n") if whole else [], 1):
+        lines = whole.split(b"\n") if whole else []
+        last = _object(tail)  # the line may be complete and only its line break lost
+        if last is not None and isinstance(last.get(key), str):
+            lines.append(tail)
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             row = _object(line)
@@ -196,9 +201,6 @@ class Journal:
         if not tail.strip():
             return rows, b""
         self.torn += 1
-        last = _object(tail)  # the line may be complete and only its line break lost
-        if last is not None and isinstance(last.get(key), str):
-            rows.append(last)
         return rows, tail
 
     def _mend(self, name: str, key: str, tail: bytes) -> None:

@@ -59,7 +59,7 @@ def coherence(
             bench.plan([*texts, *facts])
             for text, fact in zip(texts, facts, strict=True):
                 rows += bench.ask([fact])  # first: asked second, its prompt would share a cached prefix
-                written += bench.ask([text], prepare=_free_text)
+                written += bench.ask([text], prepare=_free_text, graded=False)
         table = _coherence_table(written, rows)
         sentence, verdict = _describe(table, written, rows)
         return finish(bench, rows, sentence=sentence, verdict=verdict, table=table)
