@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pandas as pd
-from needlework.workbook import engine_figures, figures, kernel_figures
+from bs4 import BeautifulSoup
+from needlework.workbook import engine_figures, figures, kernel_figures, tables
 
 
 def test_figures_have_their_axes_and_alt_text():
@@ -23,6 +24,21 @@ def test_figures_have_their_axes_and_alt_text():
         svg = figures.to_svg(fig)
         assert "mathdefault" not in svg
         assert fig.axes[0].get_xlabel() and fig.axes[0].get_ylabel()
+
+
+def test_recorded_rows_fit_a_page():
+    rows = pd.DataFrame(
+        [
+            ("B1", "ours", 5.163, 5.1, 5.24, 0.0, 1.727, 0.413, 0.0, None, None, None, None),
+            ("B1", "theirs", 4924.281, 4922.0, 4925.1, 1.24e-4, 0.006, 0.001, 0.0, 0.045, 0.1, True, None),
+        ],
+        columns=kernel_figures.GPU_COLUMNS,
+    )
+    page = BeautifulSoup(tables.to_html(kernel_figures.gpu_table(rows)), "html.parser")
+    cells = [[cell.text for cell in line.find_all(["th", "td"])] for line in page.find_all("tr")]
+    assert cells[0] == ["shape", "kernel", "µs", "µs, p10–p90", "error", "TB/s", "of copy", "ours/this", "bar", "met"]
+    assert cells[1][2:] == ["5.2", "5.1–5.2", "0", "1.73", "0.41", "–", "–", "–"]
+    assert cells[2][2:] == ["4,924.3", "4,922.0–4,925.1", "1.2e-04", "0.006", "0.001", "0.045", "0.1", "yes"]
 
 
 def test_recorded_rows_are_read_and_their_absence_is_said(tmp_path, monkeypatch):

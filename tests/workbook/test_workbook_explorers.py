@@ -99,6 +99,8 @@ def test_recall_explorer_has_a_frame_per_value_and_alt_from_the_numbers() -> Non
     ]
     explorer = explorers.recall_explorer(pd.DataFrame(rows))
     assert explorer.choices == ["all", 0.1, 0.9]
+    assert explorer.note == "Lost: pd at depth 0.1: 1 of 2; pd at depth 0.9: 1 of 2."
+    assert explorers.recall_explorer(pd.DataFrame(rows[::2])).note == "Nothing is lost at any depth."
     alt = BeautifulSoup(explorer.frame("all"), "html.parser").img["alt"]
     assert "pd: recall 1.00 at 512 tokens, 0.00 at 4,096, below one half from 4,096 tokens" in alt
     with pytest.raises(ValueError, match="no trial has a value in the column 'depth'"):

@@ -74,6 +74,18 @@ def test_each_point_of_a_recall_curve_stands_on_its_own_bar() -> None:
         assert set(points.get_xdata()) == bars
 
 
+def test_an_arm_has_one_colour_and_marker_alone_and_in_company() -> None:
+    def looks(rows: pd.DataFrame) -> dict[str, tuple[object, object]]:
+        lines = [line for line in figures.recall_curve(rows).axes[0].get_lines() if line.get_marker() != "None"]
+        return {line.get_label(): (line.get_color(), line.get_marker()) for line in lines}
+
+    both, alone = looks(trials()), looks(trials().query("arm == 'pd'"))
+    assert set(both) == {"combined", "pd"} and alone == {"pd": both["pd"]} and both["pd"] != both["combined"]
+    more = looks(trials().assign(arm=lambda rows: rows["arm"].replace("combined", "another")))
+    assert more["pd"] == both["pd"] and more["another"] not in both.values()
+    assert len(set(figures.arm_numbers(["x", "pd", "y", "combined", "z"]).values())) == 5
+
+
 def test_a_heat_map_speaks_of_tokens_in_words() -> None:
     frame = pd.DataFrame([[1.0, 0.0]], columns=pd.Index([1024, 6144], name="target_tokens"))
     ax = figures.heat_map(frame).axes[0]

@@ -36,6 +36,14 @@ def test_a_format_function_cannot_bring_markup_in() -> None:
     assert "&lt;b&gt;1&lt;/b&gt;" in page
 
 
+def test_numbers_stand_to_the_right_and_text_to_the_left() -> None:
+    page = tables.to_html(tables.table(pd.DataFrame({"a": ["x"], "b": [1.5], "c": [True], "d": [2]}), "C"))
+    styles = page[: page.index("</style>")].split("}")
+    right = " ".join(rule for rule in styles if "right" in rule)
+    assert ".col1" in right and ".col3" in right and ".col0" not in right and ".col2" not in right
+    assert any("td {" in rule and "left" in rule for rule in styles)
+
+
 def test_same_bytes_twice_and_another_id_for_another_caption() -> None:
     frame = pd.DataFrame({"a": [1.0, 2.0]})
     first, again, other = (tables.to_html(tables.table(frame, c, order=["a"])) for c in ("C", "C", "D"))

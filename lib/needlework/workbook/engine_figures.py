@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from needlework.workbook import figures
 
 OPEN_MARKS = ("o", "x", "+")  # open, so that points in one place stay visible
+COLOURS = figures.OKABE_ITO[2:]  # a comparison is no arm: not the colours that mean `combined` and `pd`
 
 
 def first_step_distances(tables: Mapping[str, pd.DataFrame], *, budget: int, title: str = "") -> Figure:
@@ -18,8 +19,9 @@ def first_step_distances(tables: Mapping[str, pd.DataFrame], *, budget: int, tit
     tables: what is compared -> a table of `analysis.distances` (target_tokens, first_step in nats); at most three.
     """
     fig, axes = figures.new()
-    for (name, table), mark in zip(tables.items(), OPEN_MARKS, strict=False):
-        axes.plot(table["target_tokens"], table["first_step"], mark, label=figures.label(name), fillstyle="none")
+    for (name, table), mark, colour in zip(tables.items(), OPEN_MARKS, COLOURS, strict=False):
+        shown = figures.label(name)
+        axes.plot(table["target_tokens"], table["first_step"], mark, color=colour, label=shown, fillstyle="none")
     axes.axvline(budget, color="#555555", ls=":", lw=1)
     # beside the line, where no point lies: distances are small up to the budget
     axes.annotate(

@@ -225,18 +225,33 @@ def ledger_explorer(ledger: Any) -> Picker:
 
 
 def recall_explorer(trials: pd.DataFrame, by: str = "depth", **options: Any) -> Slider:
-    """Recall against length, one frame for all trials and one per value of the column `by`."""
+    """Recall against length, one frame for all trials and one per value of the column `by`; the note under it says
+    where values were lost."""
     values = sorted(trials[by].dropna().unique())
     if not values:
         raise ValueError(f"no trial has a value in the column {by!r}")
 
     def draw(choice: Any) -> figures.Picture:
         rows = trials if choice == "all" else trials[trials[by] == choice]
+        what = f"every {by}" if choice == "all" else f"{by} {choice}"
         table = figures.recall_table(rows)
-        fig = figures.recall_curve(table, title=f"{by}: {choice}")
-        return figures.picture(fig, recall_alt(table, f"{by} {choice}"))
+        return figures.picture(figures.recall_curve(table, title=what), recall_alt(table, what))
 
+    options.setdefault("note", _losses(trials, by))
     return Slider(by, draw, choices=["all", *values], **options)
+
+
+def _losses(trials: pd.DataFrame, by: str) -> str:
+    """One sentence: how many values each arm lost, and at which value of `by`."""
+    from needlework.analysis.trials import hits
+
+    told = trials.assign(hit=hits(trials), arm=trials.get("arm", "all")).dropna(subset=["hit"])
+    counts = told.groupby(["arm", by])["hit"].agg(asked="count", found="sum").reset_index()
+    lost = [
+        f"{row['arm']} at {by} {row[by]}: {row['asked'] - row['found']:.0f} of {row['asked']}"
+        for row in counts[counts["found"] < counts["asked"]].to_dict("records")
+    ]
+    return f"Lost: {'; '.join(lost)}." if lost else f"Nothing is lost at any {by}."
 
 
 def recall_alt(table: pd.DataFrame, what: str = "") -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ from needlework.workbook.tables import escape, plain
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+# an arm keeps its colour and marker in every figure, also where it stands alone; other arms share what is left
+ARMS = {"combined": 0, "a": 0, "pd": 1, "b": 1, "all": 6}
 ORDER_MAP = "cividis"
 SIGN_MAP = "RdBu_r"
 MAX_SVG_BYTES = 160_000
@@ -102,6 +104,16 @@ def label(text: object, max_chars: int = 60) -> str:
     if "$" in value:  # a backslash before an escaped dollar would free it again
         value = value.replace("\\", "\u2216").replace("$", "\\$")
     return "\u200a" + value if value.startswith("_") else value
+
+
+def arm_numbers(names: Iterable[object]) -> dict[str, int]:
+    """Arm -> its place in OKABE_ITO and MARKERS: the usual names have theirs everywhere, others take what is left, in
+    the order of their names."""
+    wanted = sorted({str(name) for name in names})
+    free = [n for n in range(len(OKABE_ITO)) if n not in ARMS.values()]
+    others = [name for name in wanted if name not in ARMS]
+    taken = {name: free[i % len(free)] for i, name in enumerate(others)}
+    return {name: ARMS[name] if name in ARMS else taken[name] for name in wanted}
 
 
 # ---- display ----
@@ -215,14 +227,16 @@ def recall_curve(
 ) -> Figure:
     """Recall against realised prompt tokens, one line per arm, Wilson 95 % bars that fade as they widen (a wide bar is
     weak evidence). Arms after the first are drawn 2.5 % to the right of the one before, so that no bar hides another.
+    An arm has the same colour in every figure (see `arm_numbers`).
 
     trials: a trial table, or a table that `recall_table` made. edges: name -> token count, drawn as dotted vertical
     lines.
     """
     table = trials if {"recall", "low", "high", "n"} <= set(trials.columns) else recall_table(trials, arm)
     fig, axes = new()
+    numbers = arm_numbers(table["arm"].dropna())
     for i, (name, rows) in enumerate(table.groupby("arm", sort=True)):
-        colour, marker = OKABE_ITO[i % len(OKABE_ITO)], MARKERS[i % len(MARKERS)]
+        colour, marker = OKABE_ITO[numbers[str(name)]], MARKERS[numbers[str(name)]]
         rows = rows[rows["n"] > 0].sort_values("prompt_tokens")
         # two arms stand side by side, each point on its own bar
         places = rows["prompt_tokens"].astype(float) * (1 + 0.025 * i if log else 1)
@@ -255,7 +269,7 @@ def recall_curve(
         ylim=(-0.04, 1.06),
         title=label(title, 90),
     )
-    if table["arm"].nunique() > 1:
+    if set(numbers) - {"all"}:  # one arm too: its colour means something
         axes.legend(loc="best")
     return fig
 
@@ -434,7 +448,7 @@ def paired_table(
     the difference."""
     counts = np.array([[both, only_first], [only_second, neither]])
     fig, ax = new(5.2, 2.9)
-    ax.imshow(counts, cmap="Blues", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
+    ax.imshow(counts, cmap="Greys", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
     ax.grid(False)
     for (row, column), count in np.ndenumerate(counts):
         ax.text(

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
+from pandas.io.formats.style import Styler
 
-from needlework.workbook import figures
+from needlework.workbook import figures, tables
 from needlework.workbook.incidents import root
 
 GPU_COLUMNS = (
@@ -82,8 +84,9 @@ def rank_shift(table: pd.DataFrame, *, by: str, exact: str, mark: int | None = N
             pair,
             ls="",
             marker=figures.MARKERS[i],
-            ms=5,
-            alpha=0.75,
+            ms=5 + 1.5 * i,  # open and of different sizes: formats that agree lie on one another
+            fillstyle="none",
+            mew=1.3,
             color=figures.OKABE_ITO[i],
             label=figures.label(name),
         )
@@ -110,6 +113,32 @@ def recorded_gpu(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]
     versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
     said = f"{setting['card']}, {versions}; {recorded['command']}"
     return rows[[column for column in GPU_COLUMNS if column in rows]], said
+
+
+# column of a recorded row -> its head, and how its numbers are written
+GPU_HEADS: dict[str, tuple[str, Any]] = {
+    "median_us": ("µs", "{:,.1f}"),
+    "p10_us": ("µs, p10–p90", None),
+    "error": ("error", tables.power),
+    "TB_per_s": ("TB/s", "{:.3g}"),
+    "share_of_copy": ("of copy", "{:.2g}"),
+    "TFLOP_per_s": ("TFLOP/s", "{:.3g}"),
+    "ours_over_this": ("ours/this", "{:.3g}"),
+    "bar": ("bar", "{:.1f}"),
+}
+
+
+def gpu_table(rows: pd.DataFrame) -> Styler:
+    """Rows of `recorded_gpu` as a table that fits a page: short heads with their units; columns that say nothing of
+    this operation (no floating-point work, no problem) are left out."""
+    spread = [f"{low:,.1f}–{high:,.1f}" for low, high in zip(rows["p10_us"], rows["p90_us"], strict=True)]
+    shown = rows.assign(p10_us=spread, met=rows["met"].map({True: "yes", False: "no"})).drop(columns="p90_us")
+    silent = [name for name in ("TFLOP_per_s", "problem") if name in rows and not rows[name].fillna(0).any()]
+    shown = shown.drop(columns=silent)
+    caption = "Recorded: microseconds a call (median; 10th to 90th percentile), and our time over theirs"
+    formats = {head: form for name, (head, form) in GPU_HEADS.items() if form and name in shown}
+    heads = {name: head for name, (head, _) in GPU_HEADS.items()}
+    return tables.table(shown.rename(columns=heads), caption, formats=formats)
 
 
 def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:

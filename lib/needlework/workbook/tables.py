@@ -95,7 +95,25 @@ def table(
         styler = styler.background_gradient(cmap="cividis", subset=pd.Index(numeric), vmin=limits[0], vmax=limits[1])
     if not index:
         styler = styler.hide(axis="index")
-    return styler
+    return styler.set_table_styles(_alignment(data))
+
+
+def power(value: float) -> str:
+    """A small number with its power of ten: 1.3e-04; exactly zero is 0."""
+    return f"{value:.1e}" if value else "0"
+
+
+def _alignment(data: pd.DataFrame) -> list[Any]:
+    """Heads stand over their cells: numbers to the right, text to the left, in the report and in JupyterLab alike."""
+    of_numbers = [
+        f".col{n}"
+        for n, kind in enumerate(data.dtypes)
+        if pd.api.types.is_numeric_dtype(kind) and not pd.api.types.is_bool_dtype(kind)
+    ]
+    rules = [{"selector": "th,td", "props": "text-align:left"}]
+    if of_numbers:
+        rules.append({"selector": ",".join(of_numbers), "props": "text-align:right;min-width:0;white-space:nowrap"})
+    return rules
 
 
 def _formatter(wanted: str | Callable[[Any], str]) -> Callable[[Any], str]:
