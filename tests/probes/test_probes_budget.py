@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from mock_endpoint import mock_endpoint, render
 from needlework import probes
+from needlework.__main__ import main as needlework
 from needlework.probes.budget import Budget, Limits, Meter
 
 # the worst course of each: what is lost makes a search go on, a scan suspect, and an abort come too late
@@ -23,6 +26,53 @@ WORK = {
     "reload": (probes.reload, {"fill_tokens": 900, "prompts": 2, "length": 300}),
 }
 GUESSED = ("recall", "cliff", "turns")  # also where lengths are estimates
+
+
+MANY = 10**7
+HUGE = [
+    ("recall", {"repeats": MANY}),
+    ("recall", {"lengths": range(1000, MANY)}),
+    ("recall", {"lengths": (10**9,)}),
+    ("depth", {"repeats": MANY}),
+    ("cliff", {"high": 10**9}),
+    ("cliff", {"max_requests": MANY}),
+    ("cliff", {"batch": MANY}),
+    ("cliff", {"from_end": MANY}),
+    ("residues", {"period": MANY}),
+    ("residues", {"distance": MANY}),
+    ("warm", {"repeats": MANY}),
+    ("warm", {"warm_sends": MANY}),
+    ("turns", {"repeats": MANY}),
+    ("abort", {"rounds": MANY}),
+    ("echo", {"trials": MANY}),
+    ("drift", {"canaries": MANY}),
+    ("drift", {"between": MANY}),
+    ("coherence", {"repeats": MANY}),
+    ("pool", {"sends": MANY}),
+    ("reload", {"prompts": MANY}),
+    ("reload", {"fill_tokens": 10**12}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), HUGE, ids=lambda part: part if isinstance(part, str) else next(iter(part))
+)
+def test_a_huge_number_is_one_sentence_before_anything_is_listed(name, options):
+    function, usual = WORK[name]
+    began = time.process_time()
+    with pytest.raises(ValueError, match=r"trials, more than|longer than any window|a period of 2 to 256|lies? in"):
+        function("http://127.0.0.1:9", **usual | options)
+    assert time.process_time() - began < 1
+
+
+def test_a_huge_number_for_two_arms_or_in_the_shell_is_one_sentence(capsys):
+    for options in ({"repeats": MANY}, {"aa_pairs": MANY}):
+        with pytest.raises(ValueError, match=r"trials, more than the 50,000"):
+            probes.compare_arms({"a": "http://127.0.0.1:9", "b": "http://127.0.0.1:9"}, **options)
+    assert needlework(["probe", "recall", "http://127.0.0.1:9", "--repeats", str(MANY)]) == 2
+    assert capsys.readouterr().err.startswith("needlework probe: that is 150,000,000 trials, more than the 50,000")
+    assert needlework(["calibrate", "--seeds", str(MANY), "--out", "nowhere"]) == 2
+    assert "at most 100,000 cases" in capsys.readouterr().err
 
 
 class Count:

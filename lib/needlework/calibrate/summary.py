@@ -83,7 +83,7 @@ class Summary:
         single = [(row["strength"], m) for row, m in marks if len(row["faults"]) == 1]
         healthy = [m for row, m in marks if not row["faults"]]
         pairs = [m for row, m in marks if len(row["faults"]) == 2]
-        out = {}
+        out: dict[str, tuple[int, int]] = {}
         for strength in sorted({name for name, _ in single}, key=STRENGTHS.index):
             of = [m for name, m in single if name == strength]
             out |= {

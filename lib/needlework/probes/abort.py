@@ -13,6 +13,7 @@ from needlework.serving import Endpoint, TransportError, dialects
 
 from .asks import Ask, Row, Target, with_seed
 from .bench import Bench
+from .budget import check_trials
 from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, outcomes, share
@@ -54,6 +55,7 @@ def abort(
             raise ValueError(f"unknown stage {stage!r}; choose from {', '.join(STAGES)}")
     if how not in ("disconnect", "call"):
         raise ValueError("an abort is made by disconnect or by call")
+    check_trials(len(stages) * rounds * (1 + len(ROLES)))
     base = common.spec(length, depth)
 
     def group_of(place: tuple[int, str], again: int) -> dict[str, Ask]:

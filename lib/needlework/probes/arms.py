@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, resolve, with_seed
+from .budget import check_trials
 from .controls import again_at_most, control_asks, run_controls
 from .instrument import Common, instrument
 from .journal import Journal
@@ -46,6 +47,7 @@ def compare_arms(
         raise ValueError("compare_arms needs exactly two arms")
     if not set(cache) <= set(CACHES) or not cache:
         raise ValueError("cache is cold, warm, or both")
+    check_trials(2 * aa_pairs + len(arms) * len(lengths) * len(depths) * repeats * (1 + ("warm" in cache)))
     names = list(arms)
     specs = [
         with_seed(common.spec(n, d), i, j, r)

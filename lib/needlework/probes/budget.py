@@ -5,6 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+MOST_TRIALS = 50_000  # of one instrument: they are listed before the budget is shown, and sent for a day
+
+
+def check_trials(count: int) -> None:
+    """Raises ValueError when `count` trials are more than one instrument plans: before any of them is listed."""
+    if count > MOST_TRIALS:
+        raise ValueError(
+            f"that is {count:,} trials, more than the {MOST_TRIALS:,} that one run plans; ask for fewer, or split them "
+            "into runs with seeds of their own"
+        )
+
 
 @dataclass(frozen=True)
 class Limits:

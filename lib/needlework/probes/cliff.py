@@ -12,6 +12,7 @@ import numpy as np
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
@@ -70,6 +71,10 @@ def find_cliff(
     if depth is None and from_end is None:
         from_end = FROM_END
     from_end = from_end or None  # 0 asks for the depth
+    if from_end is not None and from_end >= high:
+        raise ValueError(f"a fact {from_end} tokens before the question lies in no prompt of {high}")
+    check_trials(max_requests + batch)
+    common.spec(high)  # refuses a length that no window has
     search = CliffSearch(int(low), int(high), tolerance=tolerance, limit=max_requests, seed=seed)
     asked: dict[int, int] = {}
     rows: list[Row] = []

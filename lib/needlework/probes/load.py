@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
@@ -30,6 +31,7 @@ def echo(
     """
     if concurrency < 2 or trials < concurrency:
         raise ValueError("echo needs a concurrency of at least 2 and at least as many trials")
+    check_trials(2 * trials)
     specs = [with_seed(common.spec(lengths[i % len(lengths)], (i % 5) / 4), i) for i in range(trials)]
     crowd = [Ask("echo", s, arm=common.arm, concurrency=concurrency, label="crowd") for s in specs]
     alone = [Ask("echo", s, arm=common.arm, concurrency=1, send=1, label="alone") for s in specs]
@@ -117,6 +119,7 @@ def drift(
 
     if canaries < 8 or between < 0:
         raise ValueError("drift needs at least 8 canaries")
+    check_trials(canaries * (1 + between))
     specs = [with_seed(common.spec(length, depth), i) for i in range(canaries)]
     fills = [
         [Ask("drift_load", with_seed(common.spec(length), 5000 + i, k), arm=common.arm) for k in range(between)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .result import Result, finish, outcomes, share
 
@@ -41,6 +42,7 @@ def recall(
     """
     if not lengths or not depths or repeats < 1:
         raise ValueError("recall needs at least one length, one depth and one repeat")
+    check_trials(len(lengths) * len(depths) * repeats)
     more: dict[str, Any] = {"distractors": distractors, "style": style}
     asks = [
         Ask(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, outcomes, share
@@ -33,6 +34,7 @@ def reload(
     """
     if fill_tokens < 1 or prompts < 1:
         raise ValueError("reload needs at least one prompt and a number of tokens that fill the device's pool")
+    check_trials(3 * prompts + fill_tokens // FILL_LENGTH)
     specs = [with_seed(common.spec(length, depth), 61, i) for i in range(prompts)]
     size = min(FILL_LENGTH, fill_tokens)
     fills = [

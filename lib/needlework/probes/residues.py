@@ -53,6 +53,9 @@ def scan_residues(
         raise ValueError("anchors are start, end, or both")
     if not set(cache) <= set(CACHES) or "cold" not in cache:
         raise ValueError("cache is cold, or cold and warm")
+    if not 0 <= distance < start:
+        raise ValueError(f"a needle {distance} tokens from an end does not lie in a prompt of {start}")
+    ResidueScan(start, period)  # refuses a period that it cannot scan, before a budget is shown
     base = common.spec(start)
     rows: list[Row] = []
     combs: dict[tuple[str, str], Comb] = {}

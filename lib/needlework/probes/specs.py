@@ -16,6 +16,7 @@ from . import values, words
 PAD_PLACES = ("start", "before_needle", "after_needle", "before_question")
 CONTROLS = ("", "absent", "at_end", "in_question", "short")
 STYLES = ("literal", "relation", "chain")
+LONGEST = 1 << 24  # tokens: longer than any window, and the text of such a prompt still fits the memory
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class PromptSpec:
     salt: str = ""
 
     def __post_init__(self) -> None:
+        if self.target_tokens > LONGEST:
+            raise ValueError(
+                f"a prompt of {self.target_tokens:,} tokens is longer than any window; at most {LONGEST:,}"
+            )
         if not 0 <= self.depth <= 1:
             raise ValueError(f"depth {self.depth} is not between 0 and 1")
         if self.genre != "mixed" and self.genre not in words.GENRES:

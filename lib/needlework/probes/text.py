@@ -11,6 +11,7 @@ from typing import Any
 from needlework.serving import Endpoint
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .prompts import Messages, Prompt
 from .result import Result, finish, outcomes, share
@@ -48,6 +49,7 @@ def coherence(
     `.table` has one row a length: gzip ratio and repetition of the text (medians), share of loops, and recall with its
     interval. A deployment can be perfectly coherent and remember nothing: only the last columns tell.
     """
+    check_trials(2 * len(lengths) * repeats)
     specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
     texts = [Ask("coherence", s, arm=common.arm, label="text", max_tokens=max_tokens) for s in specs]
     facts = [Ask("coherence", s, arm=common.arm, label="fact") for s in specs]
@@ -130,6 +132,7 @@ def pool(
     """
     if sends < 2:
         raise ValueError("a pool check needs at least 2 sends")
+    check_trials(sends)
     spec = with_seed(common.spec(length), 41)
     asks = [Ask("pool", spec, arm=common.arm, cache="unknown", send=i) for i in range(sends)]
     rows: list[Row] = []

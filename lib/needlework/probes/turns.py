@@ -19,6 +19,7 @@ from typing import Any
 from needlework.serving import Endpoint, TransportError
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .prompts import Messages, Prompt
 from .recall import surprising
@@ -52,6 +53,7 @@ def turns(
     for shape in shapes:
         if shape not in SHAPES:
             raise ValueError(f"unknown shape {shape!r}; choose from {', '.join(SHAPES)}")
+    check_trials(2 * len(shapes) * repeats)
     pairs = [
         tuple(
             Ask(

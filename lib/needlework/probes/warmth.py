@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .asks import Ask, Row, Target, with_seed
+from .budget import check_trials
 from .instrument import Common, instrument
 from .recall import surprising
 from .result import Result, finish, hit, outcomes, share
@@ -29,6 +30,7 @@ def warm_cold(
     when the first send reports none. `.details` holds `proved` (pairs), `discordant` (only cold hit, only warm hit),
     `p_value`, and `page` (the largest power of two that divides all cached counts).
     """
+    check_trials(len(lengths) * repeats * (1 + warm_sends))
     specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
     asks = [
         [
