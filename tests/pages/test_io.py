@@ -67,6 +67,10 @@ def _hostile(folder, dump):
     bomb = folder / "claim.npz"
     with zipfile.ZipFile(bomb, "w") as archive:
         archive.writestr("a.npy", npy.getvalue() + b"tiny")
+    many = folder / "many.npz"  # each entry alone is sound, all together are a bomb
+    with zipfile.ZipFile(many, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        archive.writestr("a.npy", bytes(64 << 20))
+        archive.filelist *= 70
     objects = io.BytesIO()
     np.save(objects, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     yield "digest", variant("digest", digest="0" * 32), "not those that were saved"
@@ -98,6 +102,7 @@ def _hostile(folder, dump):
     yield "safetensors offsets", raw("o.safetensors", _safetensors(10**11)), "not a sound safetensors file"
     yield "npy", raw("claim.npy", npy.getvalue() + b"tiny"), "header claims 100,000,000,000 bytes"
     yield "npz", bomb, "header claims 100,000,000,000 bytes"
+    yield "bomb", many, "its arrays claim 4,697,620,480 bytes, at most 4,294,967,296 are unpacked"
     yield "zip", raw("broken.npz", b"PK\x03\x04nothing"), "not a sound numpy file"
     yield "objects", raw("objects.npy", objects.getvalue()), "Python objects, which are never read"
     yield "pickle", raw("pickle.npy", pickle.dumps({"a": 1})), "not a sound numpy file"

@@ -40,6 +40,7 @@ from .layouts import layout_of
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
 SIZE_LIMIT = 64 << 30
+ARCHIVE_LIMIT = 4 << 30  # bytes that the arrays of one .npz may unpack to, all together: they lie in memory at once
 TEXT_LIMIT = 200
 PAGE_HEX, ENTRY_HEX = 16, 4  # hex digits of a page's digest, and of each entry's (`digests`)
 
@@ -271,9 +272,14 @@ def _read_numpy(path: Path, size: int) -> list[Dump]:
         else:
             arrays = {}
             with zipfile.ZipFile(path) as archive:
+                whole = sum(item.file_size for item in archive.infolist())
+                if whole > ARCHIVE_LIMIT:
+                    raise ValueError(
+                        f"its arrays claim {whole:,} bytes, at most {ARCHIVE_LIMIT:,} are unpacked; save each as .npy"
+                    )
                 for item in archive.infolist():
                     # deflate packs at most 1,032 to 1
-                    if item.file_size > min(SIZE_LIMIT, 1100 * max(1, item.compress_size)):
+                    if item.file_size > 1100 * max(1, item.compress_size):
                         raise ValueError(
                             f"{item.filename[:60]} claims {item.file_size:,} bytes in {item.compress_size:,}"
                         )
