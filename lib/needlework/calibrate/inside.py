@@ -18,7 +18,9 @@ from typing import Any
 import httpx
 
 from needlework.serving import Endpoint
+from needlework.serving import run as run_coroutine
 
+LEAVING_S = 5.0  # for requests to end when the deployment stops
 GENERATE = ("/v1/chat/completions", "/v1/completions", "/generate")
 
 
@@ -47,6 +49,18 @@ class Inside(httpx.AsyncBaseTransport):
     def __init__(self, app: Any):
         self.app = app
         self.generated = 0  # generation requests so far
+        self._running: dict[asyncio.Future[Any], asyncio.Event] = {}  # request -> its client has gone
+
+    async def aclose(self) -> None:
+        """Every client of this loop leaves. What still waits (a prefill whose other half was given up waits for it for
+        ever) would wait on when the engine has stopped, and be destroyed in the middle of it.
+        """
+        here = asyncio.get_running_loop()
+        left = {task: gone for task, gone in self._running.items() if task.get_loop() is here}
+        for gone in left.values():
+            gone.set()
+        if left:
+            await asyncio.wait(left, timeout=LEAVING_S)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         content = await request.aread()
@@ -80,8 +94,10 @@ class Inside(httpx.AsyncBaseTransport):
             "server": ("inside", 0),
         }
         task = asyncio.ensure_future(self.app(scope, receive, send))
+        self._running[task] = gone
 
         def ended(done: asyncio.Future[Any]) -> None:
+            del self._running[done]
             if not done.cancelled():
                 done.exception()  # the application has answered 500 and raises it again: seen
             parts.put_nowait(None)
@@ -214,5 +230,7 @@ def start_inside(
         front = Endpoint("http://inside", transport=entry, repeatable=True)
         yield InsideDeployment(mode, front, servers, planted, entry)
     finally:
+        for app in apps.values():
+            run_coroutine(app.aclose())
         for worker in workers.values():
             worker.stop()

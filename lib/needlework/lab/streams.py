@@ -82,9 +82,11 @@ async def _gone(http: HttpRequest) -> None:
 async def _next_or_gone(feed: Feed, gone: asyncio.Task[None]) -> Event:
     """The next event, or HttpError(499) when the client closed the connection first."""
     following = asyncio.ensure_future(feed.next())
-    await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
-    if not following.done():
+    try:
+        await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also when this wait is given up itself: nobody would end the other one
         following.cancel()
+    if not following.done():
         feed.close()
         refuse("the client closed the connection", status=499)
     return following.result()
