@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-TOKEN = re.compile(r" ?[^\W\d_]+| ?\d|[^\w\s]|\s|_")
+TOKEN = re.compile(r"<\|\w+\|>| ?[^\W\d_]+| ?\d|[^\w\s]|\s|_")
 ASKED = re.compile(r"What is the secret code for (.*?)\?")
 PAGE = 16
 HEAD, TAIL = 3, 4  # tokens of the chat template before and after each message
@@ -56,6 +56,7 @@ class Mock:
     last_value: str = ""
     key: str | None = None
     model: str = "mock"
+    old: bool = False  # llama.cpp before it counted chat requests and told the window of a slot with the model
 
     @property
     def chats(self) -> list[dict]:
@@ -97,11 +98,17 @@ def answer_for(mock: Mock, tokens: list[str], cached: int, ordinal: int) -> str:
 
 def make_app(mock: Mock) -> Starlette:
     d = mock.dialect
+    size = 1 if d == "llama.cpp" else PAGE  # its cache has no pages, so the template's head is found in every prompt
+
+    def refused(status: int, kind: str, message: str, **more: object) -> Response:
+        """In OpenAI's form; llama.cpp adds the code and, when a prompt is too long, both lengths."""
+        more |= {"code": status, "type": kind} if d == "llama.cpp" else {}
+        return JSONResponse({"error": {"message": message, **more}}, status)
 
     async def chat(request: Request) -> Response:
         body = await request.json()
         if mock.key and request.headers.get("authorization") != f"Bearer {mock.key}":
-            return JSONResponse({"error": {"message": "invalid api key"}}, 401)
+            return refused(401, "authentication_error", "Invalid API Key")
         known = {"model", "messages", "max_tokens", "temperature", "stream", "stream_options", "logprobs", "seed"}
         if d == "trtllm" and set(body) - known:
             return JSONResponse({"error": {"message": "extra fields not permitted"}}, 400)
@@ -110,18 +117,23 @@ def make_app(mock: Mock) -> Starlette:
         if fault := mock.defects.fail(ordinal):
             return Response(fault[1], fault[0], media_type="text/html" if "<" in fault[1] else "application/json")
         tokens = render(body["messages"])
-        if len(tokens) + body["max_tokens"] > mock.window:
-            return JSONResponse({"error": {"message": "prompt too long"}}, 400)
+        if d == "llama.cpp" and len(tokens) >= mock.window:  # room for the answer is not asked for
+            text = f"request ({len(tokens)} tokens) exceeds the available context size ({mock.window} tokens)"
+            more = {"n_prompt_tokens": len(tokens), "n_ctx": mock.window}
+            return refused(400, "exceed_context_size_error", f"{text}, try increasing it", **more)
+        if d != "llama.cpp" and len(tokens) + body["max_tokens"] > mock.window:
+            return refused(400, "", "prompt too long")
         if mock.defects.truncate_to:
             tokens = tokens[-mock.defects.truncate_to :]
         salt = body.get("cache_salt", "") if d in ("sglang", "vllm") else ""
         cached = 0
-        for page in range(len(tokens) // PAGE):
-            if (salt, *tokens[: (page + 1) * PAGE][-64:], page) not in mock.cache:
-                break
-            cached = (page + 1) * PAGE
-        for page in range(len(tokens) // PAGE):
-            mock.cache.add((salt, *tokens[: (page + 1) * PAGE][-64:], page))
+        if d != "llama.cpp" or body.get("cache_prompt", True):
+            for page in range(len(tokens) // size):
+                if (salt, *tokens[: (page + 1) * size][-64:], page) not in mock.cache:
+                    break
+                cached = (page + 1) * size
+        for page in range(len(tokens) // size):
+            mock.cache.add((salt, *tokens[: (page + 1) * size][-64:], page))
         cached = min(cached, len(tokens) - 1)
         mock.hits += cached
         mock.running += 1
@@ -142,7 +154,7 @@ def make_app(mock: Mock) -> Starlette:
         pieces = tokens_of(text)[: body["max_tokens"]]
         finish = "stop" if len(tokens_of(text)) <= body["max_tokens"] else "length"
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces), "total_tokens": 0}
-        if d in ("sglang", "vllm", "text", "dynamo") and not (mock.defects.zero_left_out and not cached):
+        if d in ("sglang", "vllm", "text", "dynamo", "llama.cpp") and not (mock.defects.zero_left_out and not cached):
             usage["prompt_tokens_details"] = {"cached_tokens": len(tokens) - 1 if mock.defects.transfers else cached}
         logprobs = None
         if body.get("logprobs") and d != "openai":
@@ -169,7 +181,7 @@ def make_app(mock: Mock) -> Starlette:
 
     async def tokenize(request: Request) -> Response:
         body = await request.json()
-        if d == "llama.cpp":
+        if d == "llama.cpp":  # takes nothing but `content`, and says nothing of what it does not know
             return JSONResponse({"tokens": list(range(len(tokens_of(body.get("content", "")))))})
         if "messages" in body and d in ("sglang", "vllm"):
             count = len(render(body["messages"]))
@@ -183,7 +195,19 @@ def make_app(mock: Mock) -> Starlette:
         card = {"id": mock.model, "object": "model"}
         if d in ("sglang", "vllm"):
             card["max_model_len"] = mock.window
+        if d == "llama.cpp" and not mock.old:
+            card["meta"] = {"n_ctx": mock.window, "n_ctx_train": 1 << 20}
         return JSONResponse({"object": "list", "data": [card]})
+
+    async def input_tokens(request: Request) -> Response:
+        count = len(render((await request.json())["messages"]))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
+
+    async def apply_template(request: Request) -> Response:
+        return JSONResponse({"prompt": "".join(render((await request.json())["messages"]))})
+
+    async def slots(request: Request) -> Response:
+        return JSONResponse([{"id": 0, "n_ctx": mock.window, "is_processing": mock.running > 0}])
 
     async def metrics(request: Request) -> Response:
         if d == "dynamo":
@@ -220,8 +244,11 @@ def make_app(mock: Mock) -> Starlette:
         routes.append(
             Route("/flush_cache", lambda r: (mock.cache.clear(), PlainTextResponse("flushed"))[1], methods=["POST"])
         )
-    if d == "llama.cpp":
+    if d == "llama.cpp":  # /metrics and the count of a chat request are not in every start and build
         routes.append(Route("/props", lambda r: JSONResponse({"default_generation_settings": {"n_ctx": mock.window}})))
+        routes += [Route("/apply-template", apply_template, methods=["POST"]), Route("/slots", slots)]
+        if not mock.old:
+            routes.append(Route("/v1/chat/completions/input_tokens", input_tokens, methods=["POST"]))
     return Starlette(routes=routes)
 
 
@@ -253,8 +280,8 @@ def serving(app: object) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def mock_endpoint(dialect: str = "sglang", **defects: object) -> Iterator[Mock]:
-    mock = Mock(dialect=dialect, defects=Defects(**defects))
+def mock_endpoint(dialect: str = "sglang", old: bool = False, **defects: object) -> Iterator[Mock]:
+    mock = Mock(dialect=dialect, old=old, defects=Defects(**defects))
     with serving(make_app(mock)) as url:
         mock.base_url = url
         yield mock

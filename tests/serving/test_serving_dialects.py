@@ -15,7 +15,7 @@ HELLO = [{"role": "user", "content": "Hello."}]
 EXPECTED = {
     "sglang": ("sglang", "chat", True, "cache_salt", True, 131072),
     "vllm": ("vllm", "chat", True, "cache_salt", True, 131072),
-    "llama.cpp": ("llama.cpp", "text", False, None, True, None),
+    "llama.cpp": ("llama.cpp", "chat", True, "cache_prompt", True, 131072),
     "trtllm": ("openai", "usage", False, None, True, None),
     "openai": ("openai", "usage", False, None, False, None),
     "dynamo": ("dynamo", "usage", True, None, True, 131072),

@@ -219,7 +219,7 @@ def test_nobody_there_wrong_key_no_model():
         run(Endpoint("http://127.0.0.1:9", "m", KEY).chat(HELLO))
     with mock_endpoint() as mock:
         mock.key = KEY
-        with pytest.raises(TransportError, match="401: invalid api key"):
+        with pytest.raises(TransportError, match="401: Invalid API Key"):
             run(Endpoint(mock.base_url, "m", "sk-otherkey-0000000").chat(HELLO))
         assert run(Endpoint(mock.base_url, "m", KEY).chat(HELLO)).text == "Hello."
     with pytest.raises(ValueError, match="must start with http"):

@@ -72,10 +72,10 @@ async def exchange(
     except TransportError as error:
         return {"outcome": "transport", "error": error.reason, "cache": "unknown", "prompt_tokens": None}
     error_text = length_error(prompt, reply.prompt_tokens, tolerance) if prepare is None else None
-    return after(a, prompt, reply, known_values) | more | {"error": error_text}
+    return after(a, prompt, reply, known_values, found.hello_tokens) | more | {"error": error_text}
 
 
-def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str]) -> Row:
+def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str], hello_tokens: int = 0) -> Row:
     """The part of a row that a reply decides. known_values: values of all prompts so far, with the trial of each."""
     result = grade(reply, prompt.expected, prompt.facts)
     if result.outcome not in ("exact", "empty", "cut", "reasoning_only"):  # only then can it be foreign content
@@ -95,7 +95,7 @@ def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str])
         "completion_tokens": reply.completion_tokens,
         "reasoning_tokens": reply.reasoning_tokens,
         "cached_tokens": reply.cached_tokens,
-        "cache": cache_state(reply.cached_tokens, reply.prompt_tokens),
+        "cache": cache_state(reply.cached_tokens, reply.prompt_tokens, hello_tokens),
         "ttft_s": _rounded(reply.ttft_s),
         "latency_s": _rounded(reply.latency_s),
         "accept_length": reply.accept_length,
@@ -117,11 +117,15 @@ def length_error(prompt: Prompt, realised: int | None, tolerance: int) -> str | 
     )
 
 
-def cache_state(cached: int | None, prompt_tokens: int | None) -> str:
-    """ "cold" only when nothing was cached, "warm" only when at least half of the prompt was; else "unknown"."""
+def cache_state(cached: int | None, prompt_tokens: int | None, hello_tokens: int = 0) -> str:
+    """ "cold" only when nothing was cached, "warm" only when at least half of the prompt was; else "unknown".
+
+    hello_tokens    of a request that says next to nothing: a cache without pages (llama.cpp's) finds the template's
+                    head in every prompt, and up to this length there is nothing else to find
+    """
     if cached is None or not prompt_tokens:
         return "unknown"
-    if cached == 0:
+    if cached <= hello_tokens:
         return "cold"
     return "warm" if 2 * cached >= prompt_tokens else "unknown"
 

@@ -27,8 +27,8 @@ def warm_cold(
     """Send each prompt cold, then `warm_sends` times again; compare answers pair by pair (exact McNemar).
 
     A pair counts as warm only when the repeat reports cached tokens for at least half of the prompt, and as cold only
-    when the first send reports none. `.details` holds `proved` (pairs), `discordant` (only cold hit, only warm hit),
-    `p_value`, and `page` (the largest power of two that divides all cached counts).
+    when the first send reports none beyond the chat template's. `.details` holds `proved` (pairs), `discordant` (only
+    cold hit, only warm hit), `p_value`, and `page` (the largest power of two that divides all cached counts).
     """
     check_trials(len(lengths) * repeats * (1 + warm_sends))
     specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
@@ -79,13 +79,13 @@ def _describe(pairs: list, proved: list, details: dict[str, Any]) -> tuple[str, 
     if not pairs:
         return "Nothing was measured.", "not proven"
     if not proved:
-        cached = {w["cached_tokens"] for _, w in pairs}
-        why = (
-            "the endpoint does not report cached tokens"
-            if cached == {None}
-            else "repeated prompts were not served warm"
-        )
-        return f"Warm was not reached, so nothing is said about it: {why}.", "not proven"
+        if {w["cached_tokens"] for _, w in pairs} == {None}:
+            why = "Warm was not reached, so nothing is said about it: the endpoint does not report cached tokens."
+        elif any(w["cache"] == "warm" for _, w in pairs):
+            why = "Cold was not reached, so nothing is said about it: prompts that were never sent have cached tokens."
+        else:
+            why = "Warm was not reached, so nothing is said about it: repeated prompts were not served warm."
+        return why, "not proven"
     cold, warm = [c for c, _ in proved], [w for _, w in proved]
     text = (
         f"{len(proved)} of {len(pairs)} pairs are proved cold then warm by cached tokens. Cold: {share(cold)}; "

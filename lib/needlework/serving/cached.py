@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .attempts import PROBE_TIMEOUT_S, attempt
+from .capabilities import SALTS, salt_value
 from .endpoint import Endpoint
 from .gauges import read_gauges
 from .replies import Message, Reply
@@ -53,7 +54,7 @@ async def cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
     return None
 
 
-async def accepted_salt(endpoint: Endpoint, source: str | None, names: tuple[str, ...], notes: list[str]) -> str | None:
+async def accepted_salt(endpoint: Endpoint, source: str | None, notes: list[str]) -> str | None:
     """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
     if source is None:
         return None
@@ -63,9 +64,10 @@ async def accepted_salt(endpoint: Endpoint, source: str | None, names: tuple[str
     if again is None or not again.cached_tokens:
         notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
         return None
-    for name in names:
+    for name in SALTS:
         # a salt used in an earlier probe would be warm already
-        salted = await attempt(send(endpoint, text, max_tokens=1, fields={name: secrets.token_hex(8)}))
+        fields = {name: salt_value(name, secrets.token_hex(8))}
+        salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
         if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
             return name
     notes.append("no salt field is honoured; cold prompts start with a new first line instead")

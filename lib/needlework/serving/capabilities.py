@@ -13,6 +13,14 @@ THINKING_OFF: dict[str, dict[str, Any]] = {
     "nvext": {"max_thinking_tokens": 0},
 }
 
+# Fields that make a prompt cold: the first two keep caches apart by their value, the third (llama.cpp's) uses none.
+SALTS = ("cache_salt", "extra_key", "cache_prompt")
+
+
+def salt_value(name: str, salt: str) -> str | bool:
+    """What to send in the field `name` so that nothing which was sent without it, or with another salt, is used."""
+    return False if name == "cache_prompt" else salt
+
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -28,6 +36,7 @@ class Capabilities:
     cached_by: str = (
         "usage"  # or "counter": answers of a pair call transferred tokens cached, its prefill server does not
     )
+    hello_tokens: int = 0  # of a request that says "Hello."; up to here, what is cached of a prompt is the template's
     salt: str | None = None  # request field that makes a prompt cold without admin rights
     flush_path: str | None = None
     abort_path: str | None = None
@@ -57,7 +66,7 @@ class Capabilities:
         if self.thinking and not thinking:
             extra[self.thinking] = extra.get(self.thinking, {}) | THINKING_OFF[self.thinking]
         if salt and self.salt:
-            extra[self.salt] = salt
+            extra[self.salt] = salt_value(self.salt, salt)
         return extra
 
     def __str__(self) -> str:

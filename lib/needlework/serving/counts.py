@@ -8,6 +8,9 @@ from .attempts import PROBE_TIMEOUT_S, attempt
 from .endpoint import Endpoint
 from .replies import Message
 
+# llama.cpp `tools/server/server-context.cpp`: the first counts a chat request, older builds only render it
+LLAMA_COUNT, LLAMA_RENDER = "/v1/chat/completions/input_tokens", "/apply-template"
+
 
 async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | None:
     """Tokens of the whole request as the server's template renders it; None when no tokenise route answers.
@@ -19,10 +22,9 @@ async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | Non
     if found.tokenize_path is None:
         return None
     if found.tokenize == "chat":
-        body = {"model": found.model, "messages": messages, "add_generation_prompt": True}
-        body |= {k: v for k, v in found.fields().items() if k == "chat_template_kwargs"}
-    else:
-        body = _text_body(found.tokenize_path, found.model, "\n".join(m["content"] for m in messages))
+        switch = {k: v for k, v in found.fields().items() if k == "chat_template_kwargs"}
+        return await _chat_count(endpoint, found.tokenize_path, found.model, messages, switch)
+    body = _text_body(found.tokenize_path, found.model, "\n".join(m["content"] for m in messages))
     base = endpoint.tokenizer_url or endpoint.base_url
     return _count(await endpoint.post_json(found.tokenize_path, body, base=base))
 
@@ -31,11 +33,11 @@ async def tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) ->
     """(form, route) that counts: "chat" or "text", else ("usage", None)."""
     base = endpoint.tokenizer_url or endpoint.base_url
     longer: list[Message] = [{"role": "user", "content": "Hello. " * 40}]
-    for path in ("/tokenize", "/v1/tokenize"):
-        counts = []
-        for messages in (hello, longer):
-            body = {"model": model, "messages": messages, "add_generation_prompt": True}
-            counts.append(_count(await attempt(endpoint.post_json(path, body, base=base, timeout_s=PROBE_TIMEOUT_S))))
+    for path in ("/tokenize", "/v1/tokenize", LLAMA_COUNT, LLAMA_RENDER):
+        counts = [
+            await attempt(_chat_count(endpoint, path, model, messages, timeout_s=PROBE_TIMEOUT_S))
+            for messages in (hello, longer)
+        ]
         # a route that ignores `messages` counts an empty prompt: the longer text must count more
         if counts[0] and counts[1] and counts[1] >= counts[0] + 39:
             return "chat", path
@@ -50,6 +52,24 @@ async def tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) ->
     return "usage", None
 
 
+async def _chat_count(
+    endpoint: Endpoint, path: str, model: str, messages: list[Message], switch: dict[str, Any] | None = None,
+    **options: Any,
+) -> int | None:  # fmt: skip
+    """Tokens of a chat request by a route that renders the template itself, or by rendering it, then counting."""
+    base = endpoint.tokenizer_url or endpoint.base_url
+    body = {"model": model, "messages": messages, "add_generation_prompt": True, **(switch or {})}
+    answer = await endpoint.post_json(path, body, base=base, **options)
+    if path == LLAMA_RENDER:
+        text = answer.get("prompt") if isinstance(answer, dict) else None
+        if not isinstance(text, str):
+            return None
+        # as the server reads a rendered prompt: its marks are tokens, and a first token is added if the model has one
+        body = {"content": text, "add_special": True, "parse_special": True}
+        answer = await endpoint.post_json("/tokenize", body, base=base, **options)
+    return _count(answer)
+
+
 def _text_body(path: str, model: str, text: str) -> dict[str, Any]:
     if path.endswith("#content"):  # llama.cpp
         return {"content": text, "add_special": False}
@@ -59,7 +79,7 @@ def _text_body(path: str, model: str, text: str) -> dict[str, Any]:
 def _count(body: Any) -> int | None:
     if not isinstance(body, dict):
         return None
-    count, tokens = body.get("count"), body.get("tokens")
+    count, tokens = body.get("count", body.get("input_tokens")), body.get("tokens")
     if isinstance(count, list):  # a batch of one
         count = count[0] if len(count) == 1 else None
     if isinstance(count, int) and not isinstance(count, bool):

@@ -39,16 +39,17 @@ async def probe(endpoint: Endpoint) -> Capabilities:
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
     source = await cached_source(endpoint, notes)
-    salt = await accepted_salt(endpoint, source, ("cache_salt", "extra_key"), notes)
+    salt = await accepted_salt(endpoint, source, notes)
     thinking, thinks = await _thinking(endpoint, hello, first)
     engine = _engine(marks, metrics_text)
     found = Capabilities(
         engine=engine,
         model=model,
-        max_model_len=_length(card, info) or context_length(metrics_text, model),
+        max_model_len=_length(card, info, marks) or context_length(metrics_text, model),
         tokenize=form,
         tokenize_path=path,
         usage=first.prompt_tokens is not None,
+        hello_tokens=first.prompt_tokens or 0,
         cached_tokens=source is not None,
         cached_by=source or "usage",
         salt=salt,
@@ -56,7 +57,7 @@ async def probe(endpoint: Endpoint) -> Capabilities:
         abort_path="/abort_request" if "sglang" in marks else None,
         logprobs=await _has_logprobs(endpoint, hello),
         names_worker=await _names_worker(endpoint, hello, first),
-        metrics=tuple(name for name, value in read_gauges(metrics_text).items() if value is not None),
+        metrics=tuple(n for n, v in (await _gauges(endpoint, metrics_text, engine)).items() if v is not None),
         thinking=thinking,
         thinks=thinks,
         notes=tuple(notes),
@@ -67,7 +68,8 @@ async def probe(endpoint: Endpoint) -> Capabilities:
 
 async def read_metrics(endpoint: Endpoint) -> dict[str, float | None]:
     """The quantities of METRICS as this server offers them; None where it does not."""
-    return read_gauges(await _metrics_text(endpoint))
+    found = endpoint.capabilities
+    return await _gauges(endpoint, await _metrics_text(endpoint), found.engine if found is not None else "")
 
 
 async def flush(endpoint: Endpoint) -> None:
@@ -132,6 +134,17 @@ async def _metrics_text(endpoint: Endpoint) -> str:
     return await attempt(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=base)) or ""
 
 
+async def _gauges(endpoint: Endpoint, text: str, engine: str) -> dict[str, float | None]:
+    """The quantities of METRICS; llama.cpp without --metrics still tells of each slot whether it is at work."""
+    gauges = read_gauges(text)
+    if engine == "llama.cpp" and gauges["running"] is None:
+        slots = await attempt(endpoint.get_json("/slots", timeout_s=PROBE_TIMEOUT_S))
+        if isinstance(slots, list):
+            busy = [slot.get("is_processing") for slot in slots if isinstance(slot, dict)]
+            gauges["running"] = float(busy.count(True)) if busy else None
+    return gauges
+
+
 def _engine(marks: dict[str, Any], metrics: str) -> str:
     prefixes = {"sglang": ("sglang:", "sglang_"), "vllm": ("vllm:",), "llama.cpp": ("llamacpp:",),
                 "tensorrt-llm": ("trtllm_",), "dynamo": ("dynamo_",), "router": ("smg_", "sgl_router")}  # fmt: skip
@@ -145,11 +158,12 @@ def _engine(marks: dict[str, Any], metrics: str) -> str:
     return "openai"
 
 
-def _length(card: dict[str, Any], info: dict[str, Any]) -> int | None:
-    meta: Any = card.get("meta")
-    meta = meta if isinstance(meta, dict) else {}
-    values = (card.get("max_model_len"), card.get("context_length"), meta.get("n_ctx"), info.get("context_length"),
-              info.get("max_model_len"), info.get("max_seq_len"))  # fmt: skip
+def _length(card: dict[str, Any], info: dict[str, Any], marks: dict[str, Any]) -> int | None:
+    # llama.cpp: both are the window of one slot; older builds have it in /props alone
+    slot = marks.get("llama", {}).get("default_generation_settings")
+    meta, slot = (part if isinstance(part, dict) else {} for part in (card.get("meta"), slot))
+    values = (card.get("max_model_len"), card.get("context_length"), meta.get("n_ctx"), slot.get("n_ctx"),
+              info.get("context_length"), info.get("max_model_len"), info.get("max_seq_len"))  # fmt: skip
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
 
 
