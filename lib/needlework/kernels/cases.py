@@ -18,7 +18,6 @@ from torch import Tensor
 
 from needlework.pages import layout_of
 
-BACKGROUNDS = ("nan", "noise")
 INT32 = 2**31
 
 

@@ -11,7 +11,13 @@ from needlework.kernels.operations import OPERATIONS
 
 def main(argv: list[str]) -> int:
     """Exit status: 0 the candidate agrees, 1 it fails, 2 bad input or nothing could be run."""
-    parser = argparse.ArgumentParser(prog="needlework check", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="needlework check",
+        description=__doc__,
+        epilog=f"a file of your own adapts the deployed kernel to the reference's arguments:\n\n"
+        f"{candidates.adapter_example()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("operation", nargs="?", help=", ".join(OPERATIONS))
     parser.add_argument(
         "--candidate",

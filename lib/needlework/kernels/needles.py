@@ -244,9 +244,3 @@ def sweep(
                      "predicted": predicted_rank(hay.entries, strength)}
                 )  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def recall_against_budget(ranks: pd.Series, budgets: Iterable[int]) -> pd.DataFrame:
-    """Share of needles with rank <= k for each k: the most that a budget of k can ever recall, whatever the kernels
-    do."""
-    return pd.DataFrame([{"k": k, "recall": float((ranks <= k).mean()), "needles": len(ranks)} for k in budgets])

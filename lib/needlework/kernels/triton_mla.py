@@ -25,7 +25,6 @@ import triton  # isort: skip  # after the runtime, which chooses between compile
 import triton.language as tl  # isort: skip
 
 VALUE_DIM = 512
-ROPE_DIM = 64
 QUERY_DIM = {"v4-mla-fp8": 512, "v32-mla-fp8": 576}
 LOG2_E = 1.4426950408889634
 

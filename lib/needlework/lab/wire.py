@@ -114,10 +114,6 @@ class RoomTable:
                 del self._states[old]
             return True
 
-    def open_rooms(self) -> list[int]:
-        with self._lock:
-            return [room for room, state in self._states.items() if state not in (State.FAILED, State.SUCCESS)]
-
 
 def encode_registration(registration: Registration, data_endpoint: str) -> list[bytes]:
     head = {
