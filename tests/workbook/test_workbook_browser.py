@@ -165,3 +165,22 @@ def test_report_prints_every_frame_and_no_contents(chromium, page_file: Path) ->
     sections = "[...document.querySelectorAll('section.notebook')].map(s => getComputedStyle(s).contentVisibility)"
     assert set(page.evaluate(sections)) == {"visible"}
     page.context.close()
+
+
+def test_the_picture_of_a_page_shows_its_top_and_says_when_nothing_can_draw_it(tmp_path, monkeypatch) -> None:
+    from PIL import Image
+
+    page = tmp_path / "page.html"
+    page.write_text("<body style='margin:0'><p style='margin:0;height:40px;background:#0072b2'></p></body>")
+    report.take_picture(page, tmp_path / "new" / "top.png", width=640, height=480)
+    shot = Image.open(tmp_path / "new" / "top.png")
+    assert shot.size == (640, 480) and len(shot.getcolors()) <= 128
+    top, below = (shot.convert("RGB").getpixel((320, y)) for y in (20, 200))
+    assert max(abs(a - b) for a, b in zip(top, (0x00, 0x72, 0xB2), strict=True)) < 8 and min(below) > 247
+    monkeypatch.setattr(report, "browser", lambda: "/bin/false")
+    with pytest.raises(RuntimeError, match="Chromium could not draw the report"):
+        report.take_picture(page, tmp_path / "none.png")
+    monkeypatch.setattr(report, "browser", lambda: None)
+    with pytest.raises(RuntimeError, match="no Chromium on this machine; install one"):
+        report.take_picture(page, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()

@@ -105,6 +105,8 @@ def test_recall_explorer_has_a_frame_per_value_and_alt_from_the_numbers() -> Non
     assert "pd: recall 1.00 at 512 tokens, 0.00 at 4,096, below one half from 4,096 tokens" in alt
     with pytest.raises(ValueError, match="no trial has a value in the column 'depth'"):
         explorers.recall_explorer(pd.DataFrame(rows).assign(depth=None))
+    with pytest.raises(ValueError, match="no trial has a value in the column 'depth'"):
+        explorers.recall_explorer(pd.DataFrame(rows).drop(columns="depth"))
 
 
 def test_ledger_explorer_lists_what_speaks_for_and_against() -> None:

@@ -31,9 +31,6 @@ FIGURES = {
     "bytes": lambda: figures.byte_map(
         np.arange(64, dtype=np.uint8).reshape(4, 16), regions={"a": (0, 8)}, marks=[(1, 2)]
     ),
-    "bars": lambda: figures.interval_bars(
-        pd.DataFrame({"name": [HOSTILE], "value": [0.5], "low": [0.2], "high": [0.8]})
-    ),
     "timeline": lambda: figures.timeline(
         pd.DataFrame({"time": [0, 2], "lane": ["a", HOSTILE], "label": ["x", HOSTILE]})
     ),
@@ -47,6 +44,21 @@ def test_same_bytes_twice_and_nothing_hostile_survives(kind: str) -> None:
     assert one == two
     assert one.startswith("<svg") and "<script" not in one and "\x1b" not in one
     assert "date" not in one.lower().split("<defs>")[0]
+
+
+def test_a_table_that_lacks_columns_is_drawn_as_far_as_it_goes_or_refused_in_a_sentence() -> None:
+    whole = figures.recall_table(trials())
+    counted = figures.recall_table(trials().drop(columns="target_tokens"))
+    assert counted["n"].sum() == whole["n"].sum() and counted["hits"].sum() == whole["hits"].sum()
+    wished = figures.recall_table(trials().drop(columns="prompt_tokens"))
+    assert list(wished["hits"]) == list(whole["hits"])
+    scored = trials().assign(score=1.0).drop(columns="outcome")
+    assert (figures.recall_table(scored)["recall"] == 1).all()
+    for columns, lacking in ((["outcome"], "an outcome"), (["target_tokens", "prompt_tokens"], "a length")):
+        with pytest.raises(ValueError, match=f"none of [0-9]+ trials has {lacking}"):
+            figures.recall_curve(trials().drop(columns=columns))
+    with pytest.raises(ValueError, match="none of 0 trials"):
+        figures.recall_curve(trials().head(0))
 
 
 @pytest.mark.parametrize("text", ["a$b", "$x^2$", r"\$x$ \frac{", r"$\bad{$", "_hidden", "C:\\x"])

@@ -227,7 +227,7 @@ def ledger_explorer(ledger: Any) -> Picker:
 def recall_explorer(trials: pd.DataFrame, by: str = "depth", **options: Any) -> Slider:
     """Recall against length, one frame for all trials and one per value of the column `by`; the note under it says
     where values were lost."""
-    values = sorted(trials[by].dropna().unique())
+    values = sorted(trials[by].dropna().unique()) if by in trials else []
     if not values:
         raise ValueError(f"no trial has a value in the column {by!r}")
 

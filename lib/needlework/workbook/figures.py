@@ -1,6 +1,6 @@
 """Figures in one style: one helper per kind, each returns a matplotlib Figure; `show(fig, alt=…)` displays it.
 
-Classes use the Okabe-Ito colours with a marker or hatch of their own, order uses cividis, sign a diverging map centred
+Classes use the Okabe-Ito colours with a marker of their own, order uses cividis, sign a diverging map centred
 on zero.
 Nothing here touches pyplot, so no figure is kept alive or shown twice.
 """
@@ -27,7 +27,6 @@ from needlework.workbook.tables import escape, plain
 # Okabe and Ito, "Color Universal Design" (2008), without the yellow that is too faint on white
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
 # an arm keeps its colour and marker in every figure, also where it stands alone; other arms share what is left
 ARMS = {"combined": 0, "a": 0, "pd": 1, "b": 1, "all": 6}
 ORDER_MAP = "cividis"
@@ -195,18 +194,25 @@ def to_png(fig: Figure) -> str:
 
 def recall_table(trials: pd.DataFrame, arm: str = "arm") -> pd.DataFrame:
     """One row per arm and target length: realised median prompt_tokens, hits, n (measurements only), no_measurement,
-    recall, low, high."""
+    recall, low, high.
+
+    Trials without a target length are grouped by the counted one. Raises ValueError when no trial has an outcome (nor a
+    score), or none a length."""
     from needlework.analysis.intervals import wilson
-    from needlework.analysis.trials import NO_MEASUREMENT
+    from needlework.analysis.trials import hits, lengths
 
     data = trials.copy()
     if arm not in data or data[arm].isna().all():
         data[arm] = "all"
-    length = "target_tokens" if "target_tokens" in data and data["target_tokens"].notna().any() else "prompt_tokens"
-    data["_lost"] = data["outcome"].isin(list(NO_MEASUREMENT))
-    data["_hit"] = data["outcome"].eq("exact")
-    data["_x"] = data["prompt_tokens"].fillna(data[length]) if "prompt_tokens" in data else data[length]
-    rows = data.groupby([arm, length], dropna=False, sort=True).agg(
+    data["_x"], found = lengths(data), hits(data)
+    known = [name for name in ("outcome", "score") if name in data and data[name].notna().any()]
+    if not known or data["_x"].isna().all():
+        lacking = "a length (target_tokens or prompt_tokens)" if known else "an outcome or a score"
+        raise ValueError(f"there is no recall to draw: none of {len(data):,} trials has {lacking}")
+    wished = "target_tokens" in data and data["target_tokens"].notna().any()
+    data["_length"] = data["target_tokens"] if wished else data["_x"]
+    data["_hit"], data["_lost"] = found.eq(1), found.isna()
+    rows = data.groupby([arm, "_length"], dropna=False, sort=True).agg(
         prompt_tokens=("_x", "median"), hits=("_hit", "sum"), asked=("_hit", "size"), no_measurement=("_lost", "sum")
     )
     table = rows.reset_index().rename(columns={arm: "arm"})
@@ -367,35 +373,6 @@ def byte_map(
     ax.set_ylabel(label(row_name))
     ax.set_title(label(title, 90), pad=18 if regions else 6)
     fig.colorbar(image, ax=ax, label="byte value", ticks=[0, 64, 128, 192, 255])
-    return fig
-
-
-def interval_bars(
-    table: pd.DataFrame,
-    *,
-    name: str = "name",
-    value: str = "value",
-    low: str = "low",
-    high: str = "high",
-    xlabel: str = "",
-    reference: float | None = None,
-    title: str = "",
-) -> Figure:
-    """Horizontal bars with an interval, one per row of `table`, top to bottom in the order given; reference draws a
-    dashed line."""
-    rows = table.reset_index() if name not in table.columns else table
-    fig, ax = new(7.2, max(1.8, 0.9 + 0.38 * len(rows)))
-    y = np.arange(len(rows))
-    numbers = rows[value].to_numpy(float)
-    errors = np.abs(np.vstack([numbers - rows[low].to_numpy(float), rows[high].to_numpy(float) - numbers]))
-    ax.barh(y, numbers, color=OKABE_ITO[5], edgecolor=OKABE_ITO[0], height=0.62)
-    ax.errorbar(numbers, y, xerr=errors, fmt="none", ecolor="black", capsize=4, lw=1.4)
-    ax.set_yticks(y, [label(n) for n in rows[name]])
-    ax.invert_yaxis()
-    ax.grid(axis="y", visible=False)
-    if reference is not None:
-        ax.axvline(reference, color="#D55E00", ls="--", lw=1.2)
-    ax.set(xlabel=label(xlabel), title=label(title, 90))
     return fig
 
 
