@@ -245,7 +245,8 @@ def make_app(mock: Mock) -> Starlette:
             Route("/flush_cache", lambda r: (mock.cache.clear(), PlainTextResponse("flushed"))[1], methods=["POST"])
         )
     if d == "llama.cpp":  # /metrics and the count of a chat request are not in every start and build
-        routes.append(Route("/props", lambda r: JSONResponse({"default_generation_settings": {"n_ctx": mock.window}})))
+        props = {"default_generation_settings": {"n_ctx": mock.window}, "build_info": "b1-0c1e57098"}
+        routes.append(Route("/props", lambda r: JSONResponse(props)))
         routes += [Route("/apply-template", apply_template, methods=["POST"]), Route("/slots", slots)]
         if not mock.old:
             routes.append(Route("/v1/chat/completions/input_tokens", input_tokens, methods=["POST"]))

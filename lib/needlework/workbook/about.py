@@ -119,12 +119,16 @@ async def _info(endpoint: Any) -> dict[str, Any]:
     from needlework.serving import TransportError
 
     found: dict[str, Any] = {}
-    for path in ("/server_info", "/get_server_info", "/version", "/v1/models"):
+    for path in ("/server_info", "/get_server_info", "/version", "/v1/models", "/props"):
         try:
             body = await endpoint.get_json(path, timeout_s=10.0)
         except TransportError:
             continue
         body = body["data"][0] if path == "/v1/models" and isinstance(body, dict) and body.get("data") else body
+        if path == "/props" and isinstance(body, dict):  # llama.cpp: its build, and the window of one slot
+            slot = body.get("default_generation_settings")
+            length = slot.get("n_ctx") if isinstance(slot, dict) else None
+            body = {"version": body["build_info"], "max_model_len": length} if "build_info" in body else {}
         if isinstance(body, dict):
             found = {**{k: v for k, v in body.items() if k in ("version", "max_model_len") or "info" in path}, **found}
     return found
