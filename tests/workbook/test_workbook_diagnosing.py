@@ -24,6 +24,22 @@ def test_a_recorded_split_is_named_from_its_table(capsys):
     assert status == 1 and capsys.readouterr().out.startswith("Most likely: F14")
 
 
+def test_a_table_without_columns_says_what_it_does_not_tell(tmp_path, capsys):
+    table = tmp_path / "other.csv"
+    table.write_text("answer,expected,prompt_tokens\n58213,58213,500\nnone,58213,900\n")
+    assert command.main(["diagnose", str(table)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("needlework diagnose: none of 2 trials says whether the answer was right; add a column")
+    assert not said.out and said.err.count("\n") == 1
+    table.write_text("correct\nyes\nno\n")
+    assert command.main(["diagnose", str(table)]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("Not proven. Over all trials 1 of 2 answers right")
+    assert (
+        "nothing is said about length\n" in said.err and "nothing is said about the place in the prompt\n" in said.err
+    )
+
+
 def test_a_live_pair_is_measured_and_a_second_start_sends_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(probes, "QUICK", SMALL)
 

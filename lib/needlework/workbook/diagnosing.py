@@ -14,6 +14,8 @@ from needlework.workbook import about, incidents
 from needlework.workbook.targets import open_target
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from needlework.analysis import Diagnosis
 
 ROOM_FOR_ANSWER = 128  # tokens of the window that question and answer need beside a prompt
@@ -23,11 +25,33 @@ def main(argv: list[str]) -> int:
     """Print what each instrument found and the diagnosis; 0 when it is healthy, 1 when not, 2 on a user error."""
     options = _parser().parse_args(argv)
     if Path(options.what).exists():
-        found = analysis.diagnose(analysis.load_trials(options.what), {"config": options.constants})
+        trials = analysis.load_trials(options.what)
+        for limit in _limits(trials):
+            print(f"note: {limit}", file=sys.stderr)
+        found = analysis.diagnose(trials, {"config": options.constants})
     else:
         found = _measure(options)
     print(found)
     return 0 if found.verdict == "healthy" else 1
+
+
+def _limits(trials: pd.DataFrame) -> list[str]:
+    """What a table does not tell for lack of columns, in sentences; ValueError when it tells nothing at all."""
+
+    def lacks(*names: str) -> bool:
+        return not any(name in trials and trials[name].notna().any() for name in names)
+
+    if lacks("outcome", "score"):
+        raise ValueError(
+            f"none of {len(trials):,} trials says whether the answer was right; add a column outcome "
+            f"({', '.join(analysis.OUTCOMES[:4])} …, or right and wrong) or a score between 0 and 1"
+        )
+    parts = {"length": ("prompt_tokens", "target_tokens"), "the place in the prompt": ("depth",)}
+    return [
+        f"the table has no {' or '.join(names)}: nothing is said about {part}"
+        for part, names in parts.items()
+        if lacks(*names)
+    ]
 
 
 def _measure(options: argparse.Namespace) -> Diagnosis:
