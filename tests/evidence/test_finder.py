@@ -9,7 +9,7 @@ import pytest
 from forms import FORMS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from needlework.evidence import plugins
+from needlework.evidence import clues, plugins
 from needlework.evidence.clues import clues_of, fold
 from needlework.evidence.finder import Finder, Parts, Searched
 from needlework.evidence.rules import HOME_PATH, LOGIN_AT, RULES
@@ -91,6 +91,22 @@ def test_clues_are_read_off_the_pattern(pattern, stems):
 @pytest.mark.parametrize("pattern", [r"\w+", r"(?:ab)?\d", r"a|\d", r"(?!ab)\d", r"(?:é|ü)\d"])
 def test_what_is_not_in_every_match_is_no_clue(pattern):
     assert clues_of(pattern) is None
+
+
+class OtherTree:
+    """A Python that reads patterns into something else."""
+
+    @staticmethod
+    def parse(pattern, flags):
+        return [("LITERAL",), 3]
+
+
+@pytest.mark.parametrize("parser", [None, OtherTree])
+def test_without_the_private_parser_the_same_is_found(parser, monkeypatch):
+    monkeypatch.setattr(clues, "parser", parser)
+    plain = [Finder(finder.source, finder.flags) for finder in FINDERS]
+    assert not any(finder.clues for finder in plain)
+    assert differences(plain, "\n".join(FORM_TEXTS[:60]), Parts(plain)) == []
 
 
 def test_a_match_is_sought_before_its_line_only_where_it_may_begin_there():

@@ -1,7 +1,8 @@
 """What every match of a pattern must hold, read off the pattern itself: literals, and how far from its start.
 
 A rule that needs "curl" is not tried where no "curl" stands. The clues are derived from the pattern and not written
-beside it, so that no rule can skip a place that its own pattern would match.
+beside it, so that no rule can skip a place that its own pattern would match. Python shows how it reads a pattern in
+private modules only: where they are not as known here there are no clues, and every rule is tried everywhere.
 """
 
 from __future__ import annotations
@@ -9,14 +10,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from re import _constants as op  # type: ignore[attr-defined]
-from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
+
+op: Any
+parser: Any
+try:
+    from re import _constants as op  # type: ignore[attr-defined,no-redef]
+    from re import _parser as parser  # type: ignore[attr-defined,no-redef]
+except ImportError:
+    op = parser = None
 
 MANY = 64  # a literal with more spellings than this is no clue
 FAR = 1 << 30  # without a bound
 LINE = 200  # what an unbounded distance counts when clues are compared
-_REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT)
+_REPEATS = (op.MAX_REPEAT, op.MIN_REPEAT, op.POSSESSIVE_REPEAT) if op else ()
 _ASCII_TWINS = str.maketrans({"\u0130": "i", "\u0131": "i", "\u017f": "s", "\u212a": "k"})
 
 
@@ -41,9 +48,15 @@ class Clues:
 
 
 def clues_of(pattern: str, flags: int = 0) -> Clues | None:
-    """The most telling literals that every match of a pattern holds; None when it holds none for certain."""
+    """The most telling literals that every match of a pattern holds; None when it holds none for certain, or when this
+    Python reads patterns into another tree than the one that is known here."""
+    if parser is None:
+        return None
     tree = parser.parse(pattern, flags)
-    return _of_sequence(tree, tree.state)
+    try:
+        return _of_sequence(tree, tree.state)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return None
 
 
 def _of_sequence(items: Sequence[Any], state: Any) -> Clues | None:
