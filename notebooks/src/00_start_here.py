@@ -88,7 +88,8 @@ assert arms, "a target has at least one arm"
 # %% [markdown]
 # An *arm* is one way to reach the model. `combined` computes the prompt and the answer in one server; `pd` computes the
 # prompt in one process (prefill), moves the key/value cache, and generates in another (decode). An arm is started only
-# when a notebook first uses it, so opening the target above cost nothing.
+# when a notebook first uses it, so opening the target above cost nothing. *Geometry v4* means pages and sizes as in
+# DeepSeek-V4; `F14` is the class of the fault that is planted in `pd`, and `docs/classes.md` lists all twenty.
 
 # %% [markdown]
 # ### A mistyped target gets a one-sentence answer

@@ -104,7 +104,7 @@ assert interrupted.verdict in ("healthy", "not proven"), str(interrupted)
 # %%
 allowed = 1 - analysis.wilson(2, 2).low
 assert round(allowed, 2) == 0.66
-print(f"2 of 2 found is compatible with harm in up to {allowed:.0%} of the interruptions")
+print(f"2 of 2 found is compatible with harm in up to {100 * allowed:.0f} % of the interruptions")
 
 # %% [markdown]
 # So two rounds clear nothing: they only fail to show that an interruption *alone* causes the loss. What speaks against it

@@ -84,10 +84,7 @@ budget = config.get("topk", 0) * config.get("ratio", 1)  # 0: this model attends
 fig = workbook.figures.recall_curve(trials, edges={"top-k x ratio": budget} if budget else None)
 workbook.figures.show(
     fig,
-    alt="Recall against prompt length with Wilson intervals: "
-    + "; ".join(
-        f"{arm}, {int(g.table['hits'].sum())} of {int(g.table['measured'].sum())} found" for arm, g in grids.items()
-    ),
+    alt=workbook.explorers.recall_alt(workbook.figures.recall_table(trials), "every arm, with Wilson intervals"),
 )
 
 # %% [markdown]
@@ -102,7 +99,7 @@ workbook.tables.table(table, "Recall by arm and length", formats=dict.fromkeys((
 # Does the place matter? One frame for all needles together, one for each depth: move the slider, or press a button.
 
 # %%
-by_depth = workbook.explorers.recall_explorer(trials[trials["depth"].isin(depths)], note="One frame a depth.")
+by_depth = workbook.explorers.recall_explorer(trials[trials["depth"].isin(depths)])
 by_depth
 
 # %% [markdown]
@@ -157,10 +154,16 @@ inside = [c for c in cliff.constants if c.specific][:4]
 rows = [{"constant": c.value, "as": c.formula} for c in inside]
 shown = pd.DataFrame(rows or [{"constant": None, "as": "no cliff, or no known constant in its interval"}])
 workbook.tables.table(
-    shown, "Constants of the deployment that lie in the interval of the edge", formats={"constant": "{:,.0f}"}
+    shown,
+    "Constants of the deployment that explain the edge, by length or by place of the value",
+    formats={"constant": "{:,.0f}"},
 )
 
 # %% [markdown]
+# Search and walk may name two lengths. The search estimates where *half* of the prompts are lost, with records of any
+# size between needle and question; the walk then moves one needle a token at a time. What both meet is the place of the
+# value, its distance from the start, so a constant is looked for there too.
+#
 # A constant in the interval is a lead, not a proof: a wide interval always holds some, and of two equal constants, as on
 # the default target, a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
 # k compressed keys of `ratio` tokens each selects *every* key of a prompt of at most k × ratio tokens, so nothing that it

@@ -129,7 +129,8 @@ print(warmth)
 # ## Concurrency and request count
 #
 # The same short prompts alone and four at a time, then a canary that is asked again and again. Foreign content in an
-# answer would be the worst finding of all: no rounding can produce it.
+# answer would be the worst finding of all: no rounding can produce it. CUSUM adds up the evidence that canaries are lost
+# more often than on a healthy server, never falls below zero, and alarms above a limit.
 
 # %%
 crowd = probes.echo(endpoint, run or None, trials=8, concurrency=4, lengths=(512,), **ask)

@@ -97,7 +97,8 @@ page_figures.PageExplorer(pages.Dump(pool, layout.name, role="synthetic", pool="
 
 # %%
 rows = [
-    (each.name, each.meaning, each.token_bytes, each.page_bytes(64), each.align > 1) for each in pages.LAYOUTS.values()
+    (each.name, each.meaning, each.token_bytes, each.page_bytes(64), "yes" if each.align > 1 else "no")
+    for each in pages.LAYOUTS.values()
 ]
 columns = ["layout", "holds", "bytes an entry", "bytes a page of 64", "padded"]
 workbook.tables.table(pd.DataFrame(rows, columns=columns), "KV page layouts in public serving code")
@@ -122,7 +123,11 @@ found = pages.identify(pool[:1])
 noise = pages.identify(torch.randint(0, 256, (8448,), dtype=torch.uint8, generator=generator))
 assert found["layout"][:2].tolist() == ["dsa-index-fp8", "dsa-index-fp8-fnuz"]
 assert noise["layout"][0] == "none of these"
-workbook.tables.table(found.head(4)[["layout", "page_tokens", "fit", "sentence"]], "What one unlabelled page could be")
+workbook.tables.table(
+    found.head(4)[["layout", "page_tokens", "fit", "sentence"]],
+    "What one unlabelled page could be",
+    formats={"fit": "{:.2f}"},
+)
 
 # %% [markdown]
 # Almost. The runner-up is the same layout in AMD's FNUZ codes: its writer leaves the same marks, so only the card settles
@@ -158,7 +163,8 @@ assert findings["name"].tolist() == ["never-written", "scale-shifted", "half-pag
 # ## What prefill sent, and what decode received
 #
 # The incident's dumps hold the pages of one request on both sides, in the order of its tokens. Guess before you run the cell: which
-# of the two pools arrives whole, the compressed keys that attention reads, or the indexer keys that decide what it reads?
+# of the two pools arrives whole, the compressed keys that attention reads (`c4_kv`, one entry for four tokens), or the indexer
+# keys that decide what it reads (`c4_index`)?
 
 # %%
 bundle = workbook.incident(incident)

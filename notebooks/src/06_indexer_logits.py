@@ -53,9 +53,8 @@ layout = LAYOUTS["dsa-index-fp8"]
 page, offset, page_bytes = 3, 5, layout.page_bytes(64)
 value_at = page * page_bytes + offset * 128
 scale_at = page * page_bytes + 64 * 128 + offset * 4
-pd.Series({"page bytes": page_bytes, "value starts at byte": value_at, "scale starts at byte": scale_at}).to_frame(
-    "bytes"
-)
+places = {"bytes of a page": page_bytes, "value starts at byte": value_at, "scale starts at byte": scale_at}
+workbook.tables.table(pd.DataFrame(places.items(), columns=["what", "number"]), f"Page {page}, slot {offset}")
 
 # %% [markdown]
 # Read those bytes by hand, and compare with the key that was stored. If the address were off by one slot, the product below would
@@ -85,7 +84,7 @@ assert float(codes.abs().max()) == 448.0  # the largest number of the key uses t
 positions = torch.tensor([0, 2, 3, 4, 6, 7, 2499, 3999])
 seen = reference.visible_keys(positions, 4)
 assert seen.tolist() == [0, 0, 1, 1, 1, 2, 625, 1000]
-pd.DataFrame({"position": positions, "keys seen": seen})
+workbook.tables.table(pd.DataFrame({"position": positions, "keys seen": seen}), "Keys that a position may see")
 
 # %% [markdown]
 # Up to 2,048 tokens all keys fit in a budget of 512, and scores do not matter at all: **below that length this kernel cannot be
@@ -96,11 +95,12 @@ pd.DataFrame({"position": positions, "keys seen": seen})
 #
 # Guess: which of these cases does reading the source settle? Each runs twice on poisoned memory, over two backgrounds (NaN,
 # then garbage, in every byte that must not count); every result is compared with the reference, bit by bit or within a limit.
+# The *norm error* is the length of the difference over the length of the right result, each taken as one long vector.
 
 # %%
 result = check(candidate, "indexer_logits", size="small", device="cpu")
 shown = result.table[["case", "status", "norm_error", "worst"]]
-workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": "{:.1e}"})
+workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": workbook.tables.power})
 
 # %%
 assert result.passed, str(result)
@@ -193,13 +193,14 @@ assert "nan" in caught.failures["detail"].iloc[0]
 # %% [markdown]
 # ## What was recorded on a GPU
 #
-# `ours_over_this` compares times: below 1 our twin is faster. `bar` is the ratio that was aimed at, `share_of_copy` the
-# bandwidth as a share of what a plain copy reaches.
+# A shape names rows and keys. *Ours/this* compares times: below 1 our twin is faster. *Bar* is the ratio that was aimed at,
+# *of copy* the bandwidth as a share of what a plain copy reaches. In the check, *refused* counts cases that a kernel says it
+# does not handle.
 
 # %%
 gpu, setting = kernel_figures.recorded_gpu("indexer_logits")
 print(setting)
-workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
+kernel_figures.gpu_table(gpu) if len(gpu) else None
 
 # %%
 checked = kernel_figures.recorded_checks("indexer_logits")

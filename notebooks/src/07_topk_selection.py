@@ -51,7 +51,7 @@ workbook.source(reference.select_topk)
 table = torch.tensor([[9, 4]], dtype=torch.int32)
 slot = int(reference.slots_of(torch.tensor([[70]]), table)[0, 0])
 assert slot == 4 * 64 + 6 == 262
-slot
+print(f"position 70 lies in slot {slot}")
 
 # %% [markdown]
 # Page 4, entry 6: slot 262. A kernel that forgets the table would return 70, which is an entry of page 1: another request's.
@@ -125,7 +125,8 @@ said = {}
 for path in sorted(bundle.evidence.glob("*/*/http-server_info")):
     info = json.loads(path.read_text())
     said[path.parent.name] = info.get("index_topk")
-pd.Series(said, name="index_topk").rename_axis("role").to_frame()
+stated = pd.Series(said, name="index_topk").rename_axis("role").reset_index()
+workbook.tables.table(stated, "The budget as each role states it")
 
 # %% [markdown]
 # Then what each consumer does. *Written* is the width of the index list, *selected* counts distinct valid entries, and *attended* is found from
@@ -179,7 +180,9 @@ workbook.figures.show(
 kept = ranks.groupby("tokens")[["kept", "right"]].mean()
 kept["predicted"] = [needles.predicted_recall(n // 4, strength, budget) for n in kept.index]
 workbook.tables.table(
-    kept.reset_index(), f"Needles kept and answered at k = {budget}", formats=dict.fromkeys(kept, "{:.0%}")
+    kept.reset_index(),
+    f"Needles kept and answered at k = {budget}",
+    formats=dict.fromkeys(kept, lambda share: f"{100 * share:.0f} %"),
 )
 
 # %%
@@ -207,7 +210,7 @@ late = late[
 found, asked = int(analysis.hits(late).sum()), len(late)
 chance = budget / (late["prompt_tokens"] / 4).max()
 print(
-    f"values past token 2,100 in prompts of up to 4,200: {intervals.sentence(found, asked)}; chance alone keeps {chance:.0%}"
+    f"values past token 2,100 in prompts of up to 4,200: {intervals.sentence(found, asked)}; chance alone keeps {100 * chance:.0f} %"
 )
 assert asked == 0 or analysis.wilson(found, asked).high < chance, (
     "no worse than chance: the argument below does not hold"
@@ -220,13 +223,13 @@ assert asked == 0 or analysis.wilson(found, asked).high < chance, (
 # %% [markdown]
 # ## What was recorded on a GPU
 #
-# `ours_over_this` compares times: below 1 our twin is faster. `bar` is the ratio that was aimed at. In the check one public
+# *Ours/this* compares times: below 1 our twin is faster. *Bar* is the ratio that was aimed at. In the check one public
 # kernel fails: `sglang-topk-v2` drops winners in 3 of 31 cases, the first of them a row of 65,537 scores in one bin.
 
 # %%
 gpu, setting = kernel_figures.recorded_gpu("select_topk")
 print(setting)
-workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
+kernel_figures.gpu_table(gpu) if len(gpu) else None
 
 # %%
 checked = kernel_figures.recorded_checks("select_topk")

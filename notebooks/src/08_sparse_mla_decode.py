@@ -82,7 +82,7 @@ assert float((by_hand - value[0, :448]).abs().max()) < 0.15
 # %%
 result = check(candidate, "sparse_mla_decode", size="small", device="cpu")
 shown = result.table[["case", "status", "norm_error", "worst"]]
-workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": "{:.1e}"})
+workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": workbook.tables.power})
 
 # %%
 assert result.passed, str(result)
@@ -141,9 +141,9 @@ wrong, _ = reference.merge_partials(outs, mixed)
 cost = float((wrong - whole).norm() / whole.norm())
 in_log2, _ = reference.merge_partials(outs, lses * 1.4426950408889634)
 cost_log2 = float((in_log2 - whole).norm() / whole.norm())
-pd.DataFrame(
-    {"mix-up": ["sink inside one part", "base 2 read as natural"], "output error": [f"{cost:.0%}", f"{cost_log2:.0%}"]}
-)
+costs = {"sink inside one part": cost, "base 2 read as natural": cost_log2}
+mixups = pd.DataFrame({"mix-up": list(costs), "output error": [f"{100 * c:.0f} %" for c in costs.values()]})
+workbook.tables.table(mixups, "What a mix-up of conventions costs")
 
 # %%
 assert cost > 0.02 and cost_log2 > 0.02
@@ -204,8 +204,9 @@ assert (reach["worst rank"] <= 512).all() and (reach["answered of 3"] == 3).all(
 # %% [markdown]
 # ## What was recorded on a GPU
 #
-# Three tables: the times, the check, and one kernel taken apart. In the first, `ours_over_this` below 1 means that our twin is
-# faster, `bar` is the ratio that was aimed at, and `share_of_copy` the bandwidth as a share of what a plain copy reaches.
+# Three tables: the times, the check, and one kernel taken apart. In the first, *ours/this* below 1 means that our twin is
+# faster, *bar* is the ratio that was aimed at, and *of copy* the bandwidth as a share of what a plain copy reaches. B counts
+# rows, K the entries that each reads.
 #
 # In the second, vLLM's kernel for Intel cards (`vllm-sparse-mla`) fails where a row has no entry at all: it divides zero by
 # zero, where the reference and FlashMLA return zeros. A kernel may be launched in one way for few rows and in another for
@@ -221,7 +222,7 @@ assert (reach["worst rank"] <= 512).all() and (reach["answered of 3"] == 3).all(
 # %%
 gpu, setting = kernel_figures.recorded_gpu("sparse_mla_decode")
 print(setting)
-workbook.tables.table(gpu, "Recorded: microseconds a call, and our time over theirs") if len(gpu) else None
+kernel_figures.gpu_table(gpu) if len(gpu) else None
 
 # %%
 checked = kernel_figures.recorded_checks("sparse_mla_decode")
@@ -237,7 +238,8 @@ share = changed["median_us"] / changed["run"].map(first)
 assert changed.loc[changed["change"] == "as it is", "over_flash_mla"].round(2).eq(1.7).all()
 assert share.min() > 0.88 and share[changed["output"] == "right"].min() > 0.99
 assert gpu.set_index(["shape", "kernel"]).loc[("v32 B64 K2048", "flash_mla"), "ours_over_this"] == 1.67
-workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time")
+workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time",
+                      formats={"median_us": "{:.1f}", "over_flash_mla": "{:.2f}"})  # fmt: skip
 
 # %% [markdown]
 # ## What this check cannot see

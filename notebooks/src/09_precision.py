@@ -72,7 +72,7 @@ cost.insert(0, "needles", needles_each)
 workbook.tables.table(
     cost.rename_axis("index keys").reset_index(),
     "What the index format costs",
-    formats={"median rank change": "{:.0%}"},
+    formats={"median rank change": lambda change: f"{100 * change:.0f} %", "largest factor": "{:.2f}"},
 )
 
 # %%
@@ -122,7 +122,7 @@ workbook.source(precision.Stack.run)
 
 # %%
 layers, ranks = precision.compare_variants(stack_tokens, k=stack_budget, needles=needles_each)
-workbook.tables.table(layers, f"{needles_each} needles behind 43 layers", formats={"norm_error": "{:.1e}"})
+workbook.tables.table(layers, f"{needles_each} needles behind 43 layers", formats={"norm_error": workbook.tables.power})
 
 # %%
 workbook.figures.show(
@@ -179,7 +179,7 @@ right = reference.mhc_leave(streams[:, 0], streams, mixed[1], mixed[2])
 wrong = reference.mhc_leave(streams[:, 0], streams, mixed[1], mixed[2].transpose(1, 2))
 transposed = precision.relative_error(wrong.double(), right.double())
 assert transposed > 20 * errors[2]
-print(f"transposed mixing: {transposed:.0%} off after one layer; bf16 projection: {errors[2]:.2%}")
+print(f"transposed mixing: {100 * transposed:.0f} % off after one layer; bf16 projection: {100 * errors[2]:.2f} %")
 
 # %% [markdown]
 # A fault is not a little more than rounding: it is tens of times more after one layer. That gap is what lets a check tell the two apart.

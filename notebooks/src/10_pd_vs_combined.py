@@ -64,7 +64,7 @@ one, split = names
 # ## Ask both arms the same
 #
 # First the same prompts twice to the first arm (A/A): what differs there is noise. Then every prompt to both arms in
-# ABBA order, each sent cold and then again at once. Cold and warm are not assumed: a trial is *cold* when the answer reports
+# ABBA order (first, second; then second, first), each sent cold and then again at once. Cold and warm are not assumed: a trial is *cold* when the answer reports
 # no cached token, and *warm* when it reports some.
 
 # %%
@@ -144,7 +144,9 @@ by_chunk = (
     .agg(found="sum", prompts="count")
     .reset_index()
 )
-workbook.tables.table(by_chunk, f"Cold prompts of the {split} arm by the chunk of {chunk} tokens that holds the needle")
+workbook.tables.table(
+    by_chunk, f"Cold prompts of the {split} arm by the chunk of {chunk:,} tokens that holds the needle"
+)
 
 # %% [markdown]
 # Compare the first row with the others. Which single number separates found from lost?
@@ -198,8 +200,8 @@ assert lost["cold"] >= lost_in_first, "more is lost in the first chunk than in a
 #
 # So far only HTTP was used. This deployment can also digest what a request's pages hold: on the prefill side when all its
 # forward passes are over, on the decode side before its first step. Equal content has equal digests, in whatever physical
-# pages it lies. Guess which buffers differ: the entries that attention reads, the index keys that choose among them, the
-# window, or the compressor's state?
+# pages it lies. Guess which buffers differ: the entries that attention reads (`c4_kv`), the index keys that choose among them
+# (`c4_index`), the window (`swa_kv`), or the compressor's state (`c4_state`, `c4_index_state`)?
 
 # %%
 moved = opened.deployments[split].transfers() if inside else None

@@ -111,7 +111,7 @@ diagnosis
 
 # %%
 ranking = diagnosis.table().head(5)
-bounds = {"posterior": "{:.1%}"}
+bounds = {"posterior": lambda share: f"{100 * share:.0f} %"}
 workbook.tables.table(ranking[["code", "title", "posterior"]], "The five most likely causes", formats=bounds)
 
 # %% [markdown]

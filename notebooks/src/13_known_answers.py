@@ -39,7 +39,7 @@ budget = 2048  # index_topk of the recorded model
 # %%
 known = workbook.incidents.root() / "data/checkpoint" / recorded / "runs"
 asked = analysis.load_trials(known / "recall").query("probe == 'arms'")
-hits = asked.assign(hit=asked["outcome"] == "exact").groupby("arm")["hit"].agg(["sum", "count"])
+hits = asked.assign(hit=asked["outcome"] == "exact").groupby("arm")["hit"].agg(recalled="sum", asked="count")
 workbook.tables.table(hits.reset_index(), "Values recalled from 500 to 32,000 tokens, by arm")
 
 # %%
@@ -62,7 +62,8 @@ in_blocks = planted["label"].fillna("").str.startswith("page")
 # %%
 recall = planted[~in_blocks].pivot_table(index="arm", columns="long", values="hit", aggfunc="mean").round(2)
 recall.columns = ["below", "above"]
-workbook.tables.table(recall.rename_axis("fault").reset_index(), "Share of values recalled, below and above the budget")
+workbook.tables.table(recall.rename_axis("fault").reset_index(), "Share of values recalled, below and above the budget",
+                      formats=dict.fromkeys(recall, "{:.2f}"))  # fmt: skip
 
 # %%
 assert (recall.loc[["none", "none again"]] == 1).all(axis=None) and (recall.loc["mla-skip"] == 0).all()
@@ -76,7 +77,7 @@ assert recall.loc[["index-skip", "scales-zero"], "above"].max() < 0.2 and recall
 # guess where its values must lie to be lost.
 
 # %%
-exchanged = planted[in_blocks].groupby("arm")["hit"].agg(["sum", "count"])
+exchanged = planted[in_blocks].groupby("arm")["hit"].agg(recalled="sum", asked="count")
 assert tuple(exchanged.loc["index-swap"]) == (1, 12) and tuple(exchanged.loc["none"]) == (12, 12)
 workbook.tables.table(exchanged.reset_index(), "Values that lie in one of the two exchanged blocks")
 
@@ -133,7 +134,7 @@ assert outside == ["named F14", "not proven", "named F14", "named F16", "named F
 
 # %%
 print(
-    f"Healthy: {hits['sum'].sum()} of {hits['count'].sum()} values recalled by the single server and the pair. "
+    f"Healthy: {hits['recalled'].sum()} of {hits['asked'].sum()} values recalled by the single server and the pair. "
     f"Planted: all {len(recall) - 2} faults change recall, each in its own pattern of length and place, among them the three "
     "that equality could not prove: index blocks left out, index scales zeroed, and index blocks exchanged (there only values "
     f"inside them). With the pages the diagnosis names {sum(named['with the pages'].str.startswith('named'))} of {len(recall) - 2}."

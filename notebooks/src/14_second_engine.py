@@ -5,7 +5,8 @@
 # DeepSeek-V4 arrive whole?
 #
 # **You will do**: replay recorded requests to one server and to a prefill/decode pair, and decode the pages of both sides:
-# index and latents of DeepSeek-V3.2, then window, c4, c128, index and states of DeepSeek-V4.
+# index and latents of DeepSeek-V3.2, then those of DeepSeek-V4: window, c4 and c128 (one entry for 4 or 128 tokens), index
+# and states.
 #
 # **You will learn**: how far two engines that share nothing but the weights agree, and what a complete transfer looks like.
 #
@@ -45,8 +46,11 @@ workbook.need(bundle.has("evidence/v4-digests.json"), f"{wanted}; incident {bund
 # %%
 power = analysis.load_trials(bundle.run("power"))
 effect = analysis.distances(power[power["edit"] != ""], power[power["edit"] == ""], by="target_tokens")
-shown = effect.pivot_table(index="target_tokens", columns="edit", values="first_step").reset_index()
-workbook.tables.table(shown, "First-step distance in nats after an early change, by prompt length")
+shown = effect.pivot_table(index="target_tokens", columns="edit", values="first_step")
+shown = shown.rename(columns={"token": "one token changed", "page": "first page changed"})
+workbook.tables.table(
+    shown.reset_index(), "First-step distance in nats, by prompt length", formats=dict.fromkeys(shown, "{:.2f}")
+)
 
 # %%
 assert effect["first_step"].min() > 0.2, "an early change does not show at some length"
@@ -82,7 +86,11 @@ parts = {
     for low in (True, False)
 }
 assert all((values == 0).all() if low else (values > 0).all() for (_, low), values in parts.items())
-print({f"{name}, {'up to' if low else 'beyond'} the budget": len(values) for (name, low), values in parts.items()})
+counted = [
+    (name, "up to" if low else "beyond", len(v), f"{v.min():.2f} to {v.max():.2f}") for (name, low), v in parts.items()
+]
+shown = pd.DataFrame(counted, columns=["compared", "the budget", "pairs", "first step, nats"])
+workbook.tables.table(shown, "How far apart, up to the budget and beyond")
 
 # %% [markdown]
 # Zero, to the last digit, at all ten lengths, and so are the 20 repeats. Beyond 2,048 tokens nothing is equal, neither pair
@@ -95,7 +103,10 @@ print({f"{name}, {'up to' if low else 'beyond'} the budget": len(values) for (na
 whole = tables["pair against one server"].set_index("target_tokens")["worst_step"]
 fits = whole.index + 8 <= budget  # the prompt and its answer of eight tokens
 assert (whole[fits] == 0).all() and fits.sum() == 8 and whole[[budget - 1, budget]].between(0.05, 0.1).all()
-print({int(tokens): round(float(nats), 2) for tokens, nats in whole[whole.index <= budget].items()})
+shown = whole[whole.index <= budget].rename("worst step, nats").reset_index()
+workbook.tables.table(
+    shown, "Pair against one server: the worst of eight steps", formats={"worst step, nats": "{:.2f}"}
+)
 
 # %% [markdown]
 # There the answer itself passes the budget, and the noise begins with the first token that has to select.
@@ -125,7 +136,9 @@ def side(pattern: str) -> list[pages.Dump]:
 
 sent, received = side("prefill-*-none.bin"), side("decode-*-none.bin")
 assert len(sent) == 4 and pages.compare_dumps(sent, received).empty
-{f"{d.pool}.{d.layer}": pages.identify(d.raw.flatten()).iloc[0]["layout"] for d in received}
+guesses = {f"{d.pool}.{d.layer}": pages.identify(d.raw.flatten()).iloc[0]["layout"] for d in received}
+told = pd.DataFrame({"pool and layer": list(guesses), "recognised as": list(guesses.values())})
+workbook.tables.table(told, "Unlabelled pools on the decode side")
 
 # %% [markdown]
 # Complete, and recognised without a label. SGLang's index scales are plain float32 where vLLM's are powers of two: two
@@ -134,7 +147,8 @@ assert len(sent) == 4 and pages.compare_dumps(sent, received).empty
 # %%
 found = pages.compare_dumps([d for d in sent if d.pool == "index"], side("decode-*-index-swap.bin"))
 assert set(found["name"]) == {"permuted"} and sorted(found["page"].unique()) == [2, 5] and found["layer"].nunique() == 3
-found[["layer", "page", "name", "token_first", "token_last"]]
+columns = ["layer", "page", "name", "token_first", "token_last"]
+workbook.tables.table(found[columns], "What the pages say of the exchange")
 
 # %% [markdown]
 # Found in all three layers, at the two pages. Are the bytes read as the engine reads them? One decode step at 2,201 tokens
@@ -150,7 +164,7 @@ query = step["q"].view(torch.float8_e4m3fn).float()
 ours = reference.indexer_logits(query, step["weights"], step["pages"], table, length)[0, : int(length)]
 error = float((ours - step["logits"]).norm() / step["logits"].norm())
 assert int(length) == 2201 and error < 2e-4
-print(f"{error:.1e}")
+print(f"relative difference {error:.1e}")
 
 # %% [markdown]
 # They agree to within 2 parts in 10,000.

@@ -425,7 +425,7 @@ def paired_table(
     the difference."""
     counts = np.array([[both, only_first], [only_second, neither]])
     fig, ax = new(5.2, 2.9)
-    ax.imshow(counts, cmap="Greys", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
+    ax.imshow(counts, cmap="Greys", vmin=0, vmax=max(1, counts.max()) * 2.6, aspect="auto")
     ax.grid(False)
     for (row, column), count in np.ndenumerate(counts):
         ax.text(

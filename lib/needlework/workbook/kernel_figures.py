@@ -142,13 +142,14 @@ def gpu_table(rows: pd.DataFrame) -> Styler:
 
 
 def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
-    """What check() said of each kernel of an operation on a GPU, as recorded: candidate, size, verdict (no rows: none
-    kept)."""
+    """What check() said of each kernel of an operation on a GPU, as recorded: candidate, size, verdict, failures
+    first (no rows: none kept)."""
     path = root() / "data" / "kernels" / f"checks_{name}.json"
     results = json.loads(path.read_text())["results"] if path.is_file() else []
     rows = [
         (r["candidate"], r["size"], r["says"].split(". Not covered")[0]) for r in results if r["operation"] == operation
     ]
+    rows.sort(key=lambda row: "FAILS" not in row[2])
     return pd.DataFrame(rows, columns=["candidate", "size", "verdict"])
 
 
