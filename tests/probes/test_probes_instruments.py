@@ -9,7 +9,7 @@ import sys
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework import probes
-from needlework.probes import Limits
+from needlework.probes import Limits, warmth
 from needlework.probes.cli import main
 from needlework.probes.recall import describe
 
@@ -90,6 +90,8 @@ def test_warm_against_cold_with_proof():
     with mock_endpoint("llama.cpp") as mock:  # its cache has no pages: the template's head is cached in every prompt
         same = probes.warm_cold(mock.base_url, lengths=(512,), repeats=2)
         assert same.healthy and same.details["proved"] == 2 and same.trials["cached_tokens"].min() > 0
+    shared = [({"cache": "unknown", "cached_tokens": 200}, {"cache": "warm", "cached_tokens": 511})]
+    assert "Cold was not reached" in warmth._describe(shared, [], {})[0]  # and not that repeats were not warm
     with mock_endpoint("trtllm") as mock:  # says nothing about its cache
         blind = probes.warm_cold(mock.base_url, lengths=(512,), repeats=2)
     assert blind.verdict == "not proven" and "Warm was not reached" in str(blind)
