@@ -133,11 +133,12 @@ LIFETIMES: tuple[Signature, ...] = (
             "short_loss": 0.04,
             "past_budget": 0.5,
             "far_lost": 0.6,
-            "worse_than_blind": 0.3,
+            "worse_than_blind": 0.15,
         },
         "digest at the source after the forward against digest at the destination, needles at chunk edges",
         ("sglang#33970", "sglang#22716", "vllm#44238"),
         needs=("pd_loss", "main_buffer_differs", "all_buffers_differ"),
+        forms=((0.2, {"side_buffer_differs": 0.9, "main_buffer_differs": 0.1}),),
     ),
     Signature(
         "F14",
@@ -175,7 +176,7 @@ LIFETIMES: tuple[Signature, ...] = (
         needs=("pd_loss", "reload_loss", "side_buffer_differs"),
         forms=(
             (
-                0.3,
+                0.15,
                 {
                     "position_ceiling": 0.9,
                     "edge": 0.1,

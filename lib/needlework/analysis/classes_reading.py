@@ -135,6 +135,16 @@ READING: tuple[Signature, ...] = (
             (
                 0.05,
                 {
+                    "past_budget": 0.1,
+                    "worse_than_blind": 0.1,
+                    "below_budget": 0.05,
+                    "far_lost": 0.6,
+                    "edge_at_other_k": 0.2,
+                },
+            ),
+            (
+                0.05,
+                {
                     "edge": 0.1,
                     "sharp": 0.1,
                     "short_loss": 0.9,

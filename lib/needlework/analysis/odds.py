@@ -20,6 +20,7 @@ BACKGROUND = {
     **dict.fromkeys(("edge", "controls_fail"), 0.08),
     **dict.fromkeys(("past_budget", "far_lost", "worse_than_blind"), 0.06),
     "below_budget": 0.03,
+    "other_topk": 0.015,  # a count of selected entries that is not the configured one says what it says
     **dict.fromkeys(("edge_at_window", "edge_at_limit", "edge_at_stash", "edge_at_chunk"), 0.08),
     **dict.fromkeys(("edge_at_topk", "edge_at_other_k", "near_misses", "many_faces"), 0.12),
     **dict.fromkeys(("flips_loaded", "empty"), 0.15),
