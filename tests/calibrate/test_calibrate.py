@@ -195,12 +195,14 @@ def test_an_unfinished_run_has_its_tables(tmp_path, capsys):
 
 
 def test_the_shipped_table_is_what_the_page_says():
-    from needlework.calibrate.summary import SHIPPED, shipped
+    from needlework.calibrate.summary import SHIPPED, STRENGTHS_SHIPPED, shipped
 
     data = json.loads(SHIPPED.read_text())
     assert shipped().totals("outside") == summarise(data["rows"], data["facts"]).totals("outside")
     root = SHIPPED.parents[2]
     assert shipped().markdown() == (root / "docs" / "calibration.md").read_text()
+    assert shipped(STRENGTHS_SHIPPED).markdown() == (root / "docs" / "strengths.md").read_text()
+    assert {row["strength"] for row in shipped(STRENGTHS_SHIPPED).rows if row["faults"]} == {"mild", "severe"}
     readme = (root / "README.md").read_text()
     assert shipped().into(readme) == readme and shipped().into(readme.replace("| F07 |", "| F70 |")) == readme
     with pytest.raises(ValueError, match="no place"):

@@ -48,7 +48,16 @@ def test_a_live_pair_is_measured_and_a_second_start_sends_nothing(tmp_path, monk
 
     with mock_endpoint() as whole, mock_endpoint(lose=lose) as split:
         target = f"combined={whole.base_url},pd={split.base_url}"
-        argv = ["diagnose", target, "--quick", "--yes", "--run", str(tmp_path / "run")]
+        argv = [
+            "diagnose",
+            target,
+            "--quick",
+            "--yes",
+            "--run",
+            str(tmp_path / "run"),
+            "--constants",
+            "topk=64,ratio=4",
+        ]
         status = command.main(argv)
         said = capsys.readouterr()
         assert status == 1 and "budget: " in said.err and "asking: arms combined" in said.err
@@ -59,6 +68,9 @@ def test_a_live_pair_is_measured_and_a_second_start_sends_nothing(tmp_path, monk
         assert command.main(argv) == 1 and capsys.readouterr().out == said.out
         assert (len(whole.chats) - sent[0]) + (len(split.chats) - sent[1]) <= 40
         assert whole.base_url not in said.out + said.err
+    assert command.main(["diagnose", str(tmp_path / "run")]) == 1
+    again = capsys.readouterr().out
+    assert said.out.endswith(again) and "answers right" in again, "the folder alone says the same"
 
 
 def test_nothing_is_asked_before_the_budget_is_confirmed(tmp_path, monkeypatch, capsys):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from needlework import analysis, probes
 from needlework.probes.asks import Stopped
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from needlework.analysis import Diagnosis
 
+CONSTANTS = "constants"  # in a run's manifest: sizes that the examined deployment states
 ROOM_FOR_ANSWER = 128  # tokens of the window that question and answer need beside a prompt
 
 
@@ -25,14 +27,33 @@ def main(argv: list[str]) -> int:
     """Print what each instrument found and the diagnosis; 0 when it is healthy, 1 when not, 2 on a user error."""
     options = _parser().parse_args(argv)
     if Path(options.what).exists():
-        trials = analysis.load_trials(options.what)
+        trials, known = _recorded(Path(options.what))
         for limit in _limits(trials):
             print(f"note: {limit}", file=sys.stderr)
-        found = analysis.diagnose(trials, {"config": options.constants})
+        found = analysis.diagnose(trials, {"config": {**known, **options.constants}})
     else:
         found = _measure(options)
     print(found)
     return 0 if found.verdict == "healthy" else 1
+
+
+def _recorded(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """The trials, of a run folder in the order of sending, and the sizes that the deployment told when it was asked."""
+    trials = analysis.load_trials(path)
+    if not path.is_dir() or "probe" not in trials or "time" not in trials:
+        return trials, {}
+    asked = trials[trials["probe"] != "calibration"].sort_values("time", kind="stable", ignore_index=True)
+    with probes.Journal(path, read_only=True) as journal:
+        told = journal.manifest.get(CONSTANTS)
+    known = {str(n): v for n, v in told.items() if _is_size(v)} if isinstance(told, dict) else {}
+    return asked.assign(ordinal=range(len(asked))), known
+
+
+def _is_size(value: object) -> bool:
+    several = value if isinstance(value, list) else [value]
+    return bool(several) and all(
+        isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < math.inf for v in several
+    )
 
 
 def _limits(trials: pd.DataFrame) -> list[str]:
@@ -85,6 +106,8 @@ def _measure(options: argparse.Namespace) -> Diagnosis:
             raise
         except RuntimeError as error:
             raise RuntimeError(f"{error}; what was measured is kept, the same command goes on") from None
+        with probes.Journal(options.run) as journal:  # the folder can then be diagnosed again without the deployment
+            journal.note(**{CONSTANTS: config})
     print(f"{target.describe()}\n{stated}\n\n{measured}\n")
     return analysis.diagnose(measured.trials, {"config": config})
 
