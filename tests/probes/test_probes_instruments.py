@@ -12,6 +12,7 @@ from needlework import probes
 from needlework.probes import Limits, warmth
 from needlework.probes.cli import main
 from needlework.probes.recall import describe
+from needlework.probes.rows import PromptTooLong
 
 SMALL = {"lengths": (300, 600, 1200), "depths": (0.2, 0.8)}
 
@@ -213,6 +214,17 @@ def test_limits_stop_and_a_later_run_goes_on(tmp_path):
         seen = []
         refused = probes.recall(mock.base_url, **SMALL, confirm=lambda b: seen.append(b) or False)
         assert "not confirmed" in str(refused) and seen[0].requests == 14 and seen[0].minutes is not None
+
+
+def test_a_prompt_beyond_the_window_is_one_plain_error():
+    """With a bundle of errors in its context, a notebook would show a bare traceback in place of the error."""
+    with mock_endpoint() as mock, pytest.raises(PromptTooLong, match="do not fit the window of 2048 tokens") as caught:
+        mock.window = 2048
+        probes.recall(mock.base_url, lengths=[6144], depths=[0.5], repeats=1)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert not isinstance(error, BaseExceptionGroup)
+        error = error.__context__
 
 
 def test_a_dead_endpoint_stops_soon(tmp_path):

@@ -259,11 +259,17 @@ def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on
         plain, "02_two", "from needlework import workbook", "print(1)\nworkbook.need(False, 'two <arms>')", "1 / 0"
     )
     twin.write_text("# %% [markdown]\n# # Two\n#\n# Why?\n\n" + twin.read_text())
+    small_window = (
+        "from needlework.probes import PromptSpec, rows\nfrom needlework.probes.asks import Ask",
+        "asked = Ask('recall', PromptSpec(6144))\nprompt = type('Prompt', (), {'counted_tokens': 6144})",
+        "rows.check_window(asked, prompt, 2048)",
+    )
+    third = write(plain, "03_three", *small_window)
+    third.write_text("# %% [markdown]\n# # Three\n#\n# Why?\n\n" + third.read_text())
     assert cli.main(["run"]) == 3
     said, errors = capsys.readouterr()
-    assert (
-        "not for this target: two <arms>" in said and "1 of 2 notebooks have no answer" in errors and "02_two" in errors
-    )
+    assert "not for this target: two <arms>" in said and "2 of 3 notebooks have no answer" in errors
+    assert "02_two, 03_three" in errors and "do not fit the window of 2048 tokens" in said
     nb = nbformat.read(writer.notebook_path(twin), 4)
     kinds = [o.output_type for c in nb.cells for o in c.get("outputs", ())]
     assert kinds == ["stream", "display_data"] and nb.metadata["needlework"]["cannot"] == "two <arms>"

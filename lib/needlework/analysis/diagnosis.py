@@ -22,7 +22,7 @@ from needlework.analysis.next_tests import NextTest, missing, next_tests
 from needlework.analysis.odds import BACKGROUND, ELSEWHERE, Signature
 from needlework.analysis.second_cause import BRINGS, clear_signs, rest_of
 from needlework.analysis.signatures import BY_CODE, LOOKALIKES, SIGNATURES
-from needlework.analysis.trials import column, hits
+from needlework.analysis.trials import hits, texts
 from needlework.analysis.view import plain_cells
 
 FEW_MISSES = 4  # fewer can lie on one side of anything by chance: weak, unless something else is decisive
@@ -179,12 +179,12 @@ def diagnose(trials: pd.DataFrame, evidence: Any = None) -> Diagnosis:
 
 def _asked(trials: pd.DataFrame) -> pd.Series:
     """Rows that ask for recall; controls (a fact that is not given, a fact in the question) are judged apart."""
-    control = column(trials, "control", "").fillna("").astype(str)
-    return (control == "") & (column(trials, "probe", "").fillna("").astype(str) != "control")
+    control = texts(trials, "control")
+    return (control == "") & (texts(trials, "probe") != "control")
 
 
 def _rows_by_probe(trials: pd.DataFrame) -> dict[str, int]:
-    return {str(name): int(n) for name, n in column(trials, "probe", "").fillna("").astype(str).value_counts().items()}
+    return {str(name): int(n) for name, n in texts(trials, "probe").value_counts().items()}
 
 
 def _texts(evidence: tuple[Evidence, ...]) -> list[str]:

@@ -203,6 +203,11 @@ def column(trials: pd.DataFrame, name: str, default: Any = np.nan) -> pd.Series:
     return pd.Series(default, index=trials.index, name=name, dtype="float64" if default is np.nan else "object")
 
 
+def texts(trials: pd.DataFrame, name: str) -> pd.Series:
+    """A column as text, "" where it is missing; a column in which nothing stands is read as numbers, whatever it is."""
+    return column(trials, name, "").astype("object").fillna("").astype(str)
+
+
 def concat(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
     """Several tables of trials as one: the union of their columns; of rows with one `trial_id` the last is kept."""
     tables = [table for table in tables if len(table)]

@@ -212,8 +212,8 @@ class View:
     def __init__(self, trials: pd.DataFrame, evidence: dict[str, Any]) -> None:
         self.evidence, self.config = evidence, evidence.get("config", {})
         frame = trials.reset_index(drop=True)
-        control = table.column(frame, "control", "").fillna("").astype(str)
-        probe = table.column(frame, "probe", "").fillna("").astype(str)
+        control = table.texts(frame, "control")
+        probe = table.texts(frame, "probe")
         self.controls = frame[(control != "") | (probe == "control")]
         frame = frame[(control == "") & (probe != "control")].reset_index(drop=True)
         self.frame, self.n = frame, len(frame)
@@ -254,7 +254,7 @@ class View:
         return np.where(np.isfinite(values), values, np.nan)
 
     def text(self, name: str) -> np.ndarray:
-        return table.column(self.frame, name, "").fillna("").astype(str).to_numpy()
+        return table.texts(self.frame, name).to_numpy()
 
     def rate(self, mask: np.ndarray) -> tuple[int, int]:
         """(misses, measured) in a mask."""

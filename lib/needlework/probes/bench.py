@@ -268,7 +268,10 @@ class Bench:
                 for _ in range(crowd):
                     group.create_task(worker())
         except BaseExceptionGroup as group_error:  # one clear reason is worth more than the bundle
-            raise group_error.exceptions[0] from None
+            reason = group_error.exceptions[0]
+        else:
+            return
+        raise reason  # out here, since a notebook shows an error with the bundle in its context as a bare traceback
 
     async def _one(self, a: Ask, prepare: Prepare | None = None, crowd: int = 1) -> Row:
         """Build and send an ask, one of `crowd` in flight, grade the answer, write the row, and return it."""

@@ -41,10 +41,14 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
     }
 
 
+class PromptTooLong(ValueError):
+    """A prompt that was asked for does not fit the endpoint's window."""
+
+
 def check_window(a: Ask, prompt: Prompt, limit: int | None) -> None:
-    """Raises ValueError when prompt and answer do not fit a window of `limit` tokens (None: not known)."""
+    """Raises PromptTooLong when prompt and answer do not fit a window of `limit` tokens (None: not known)."""
     if limit and prompt.counted_tokens + a.max_tokens > limit:
-        raise ValueError(
+        raise PromptTooLong(
             f"a prompt of {prompt.counted_tokens} tokens and {a.max_tokens} for the answer do not fit the window "
             f"of {limit} tokens; ask for shorter prompts"
         )

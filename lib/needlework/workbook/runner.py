@@ -26,10 +26,13 @@ from nbclient.util import ensure_async
 from nbformat import NotebookNode
 
 from needlework.probes.journal import UNFINISHED
+from needlework.probes.rows import PromptTooLong
 from needlework.workbook import cannot, incidents, tables, targets, writer
 
 VERDICT = "11_verdict"  # reads the runs that the incident holds
 LIVE = "live: set NEEDLEWORK_TARGET to its address"  # what an executed notebook holds where the address was
+# what ends a notebook with one sentence and no failure: the target is not one to which its question can be put
+UNANSWERED = (cannot.CannotAnswer.__name__, PromptTooLong.__name__)
 TIMEOUT_S = 300.0  # for one notebook; the aim is 30
 _TRACE = '__import__("needlework.workbook.trace", fromlist=["_"])'
 
@@ -87,7 +90,7 @@ async def execute(
 ) -> NotebookNode:
     """Execute a twin in a fresh kernel `python3` and return the canonical notebook.
 
-    A cell that raises CannotAnswer ends it: the sentence takes the place of the error, and the stamp holds it too.
+    A cell that raises one of UNANSWERED ends it: the sentence takes the place of the error, and the stamp holds it too.
     Raises NotebookFailed when a cell raises, the kernel dies or timeout_s passes. Kernel and all its children are gone
     on return.
     """
@@ -120,7 +123,7 @@ async def execute(
                 try:
                     await client.async_execute_cell(cell, index, execution_count=client.code_cells_executed + 1)
                 except CellExecutionError as error:
-                    if error.ename != cannot.CannotAnswer.__name__:
+                    if error.ename not in UNANSWERED:
                         raise
                     reason = _ended(cell, root)
                     break
@@ -184,7 +187,7 @@ async def _stop(manager: AsyncKernelManager, client: NotebookClient, finished: b
 
 
 def _ended(cell: NotebookNode, root: Path) -> str:
-    """The sentence of a cell that raised CannotAnswer, which it shows from now on instead of the error."""
+    """The sentence of a cell that raised one of UNANSWERED, which it shows from now on instead of the error."""
     raised = next(o for o in cell.outputs if o.output_type == "error")
     sentence = tables.plain(writer.scrub(raised.evalue, root), 600)
     shown = {
@@ -207,7 +210,7 @@ def _cell_error(nb: NotebookNode, error: CellExecutionError, root: Path) -> str:
                 said = writer.scrub(tables.strip_ansi(output.evalue), root).strip() or "(no message)"
                 short = "\n    ".join(said.splitlines()[:6])[:800]
                 return f"failed in cell {place}\n    {line[:160]}\n    {output.ename}: {short}"
-    return f"failed: {error.ename}: {error.evalue}"
+    return f"failed: {error.ename}: {writer.scrub(tables.strip_ansi(error.evalue), root)[:800]}"
 
 
 # ---- a set of notebooks ----
