@@ -259,13 +259,14 @@ def _repeats_agree(v: View, frame: pd.DataFrame, keys: list[str]) -> list[Featur
 def _batch_numerics(frame: pd.DataFrame, keys: list[str]) -> list[Feature]:
     """Right answers alone and in a crowd: do their log-probabilities move, where those of serial repeats do not?"""
     part = frame[(frame["hit"] == 1) & ~frame["warm"] & frame["logprob"].notna()]
-    moved: dict[str, list[bool]] = {"serial": [], "crowd": []}
-    for _, group in part.groupby([*keys, "arm"], sort=False):
-        alone, crowd = (group.loc[group["load"] == side, "logprob"] for side in (0, 1))
-        if len(alone) >= 2:
-            moved["serial"].append(bool(alone.max() - alone.min() > MOVED))
-        if len(alone) and len(crowd):
-            moved["crowd"].append(bool((crowd - alone.mean()).abs().max() > MOVED))
+    alone, crowd = (
+        part[part["load"] == side].groupby([*keys, "arm"], sort=False)["logprob"].agg(["size", "min", "max", "mean"])
+        for side in (0, 1)
+    )
+    again = alone[alone["size"] >= 2]
+    both = alone.join(crowd, how="inner", rsuffix="_crowd")
+    away = np.maximum(both["max_crowd"] - both["mean"], both["mean"] - both["min_crowd"])
+    moved = {"serial": again["max"] - again["min"] > MOVED, "crowd": away > MOVED}
     if min(map(len, moved.values())) < 3 or len(moved["crowd"]) < 6:
         return []
     share, still = (float(np.mean(moved[side])) for side in ("crowd", "serial"))
