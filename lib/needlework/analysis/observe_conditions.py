@@ -264,7 +264,7 @@ def _batch_numerics(frame: pd.DataFrame, keys: list[str]) -> list[Feature]:
         for side in (0, 1)
     )
     again = alone[alone["size"] >= 2]
-    both = alone.join(crowd, how="inner", rsuffix="_crowd")
+    both = alone.join(crowd.add_suffix("_crowd"), how="inner")
     away = np.maximum(both["max_crowd"] - both["mean"], both["mean"] - both["min_crowd"])
     moved = {"serial": again["max"] - again["min"] > MOVED, "crowd": away > MOVED}
     if min(map(len, moved.values())) < 3 or len(moved["crowd"]) < 6:
