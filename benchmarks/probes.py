@@ -22,8 +22,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-from needlework.probes import Bench, PromptSpec, prompts
-from needlework.probes.asks import Ask
+from needlework.probes import Bench, PromptSpec
+from needlework.probes.bench import prompts
+from needlework.probes.bench.trial import Ask
 from needlework.serving import run
 
 BODY = json.dumps(

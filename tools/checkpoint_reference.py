@@ -22,9 +22,8 @@ import make_checkpoint as made
 import torch
 from needlework import pages
 from needlework.probes import PromptSpec
-from needlework.probes.asks import with_seed
-from needlework.probes.fitting import Ratio, build
-from needlework.probes.prompts import Prompt
+from needlework.probes.bench.prompts import Prompt, Ratio, build
+from needlework.probes.bench.trial import with_seed
 from torch import Tensor
 
 PAGE = 64

@@ -37,12 +37,12 @@ def byte_letters() -> list[str]:
 
 def vocabulary() -> list[str]:
     """Specials, the 256 bytes, and whole words with and without a space before: those of the probes' prompts."""
-    from needlework.probes import specs, words
+    from needlework.probes.bench import prompts, words
 
     r = Random("needlework checkpoint")
     texts = [
-        specs.question_for("the"),
-        specs.statement("the", "of"),
+        prompts.question_for("the"),
+        prompts.statement("the", "of"),
         "Set Blank x. Read these notes. A question follows at the end.",
     ]
     texts += [words.unit(genre, r) for genre in words.GENRES for _ in range(400)]

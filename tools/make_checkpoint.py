@@ -109,7 +109,7 @@ def codes(count: int, width: int, generator: torch.Generator, apart: list[int]) 
 
 def tensors(pieces: list[str], seed: int) -> dict[str, Tensor]:
     """All weights by the names of DeepSeek-V3.2's checkpoint; bfloat16, the indexer's norm in float32."""
-    from needlework.probes import words
+    from needlework.probes.bench import words
 
     ids = {piece: i for i, piece in enumerate(pieces)}
     space, count, h16 = byte_letters()[32], len(pieces), hadamard()

@@ -30,8 +30,8 @@ import pandas as pd
 import record_vllm
 from needlework import analysis, pages, probes
 from needlework.evidence.bundle import Bundle
-from needlework.probes.asks import Ask, with_seed
-from needlework.probes.prompts import assemble
+from needlework.probes.bench.prompts import assemble
+from needlework.probes.bench.trial import Ask, with_seed
 from needlework.serving import Endpoint
 
 NAME, LAYER = "needlework-recall", made.LAYERS - 1

@@ -246,7 +246,7 @@ def warm_up(asker: Asker) -> list[str]:
 def recall(options: argparse.Namespace, address: str) -> None:
     """The probes' prompts to both arms, and one absent key at every length."""
     from needlework import probes
-    from needlework.probes.asks import Ask, with_seed
+    from needlework.probes.bench.trial import Ask, with_seed
     from needlework.serving import Endpoint
 
     run = options.out / "runs" / "recall"

@@ -361,7 +361,7 @@ def dumps(asker: Asker, folder: Path) -> list[dict[str, Any]]:
 
 
 def ask(options: argparse.Namespace) -> None:
-    from needlework.probes.journal import Journal
+    from needlework.probes.bench.journal import Journal
 
     asker, evidence = Asker(options), options.out / "evidence"
     evidence.mkdir(parents=True, exist_ok=True)

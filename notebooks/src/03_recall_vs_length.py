@@ -52,7 +52,7 @@ opened
 
 # %%
 example = probes.PromptSpec(300, depth=0.5, seed=seed)
-text, before = probes.prompts.assemble(example, n_lines=4, pad=3)
+text, before = probes.assemble(example, n_lines=4, pad=3)
 print(text)
 
 # %% [markdown]

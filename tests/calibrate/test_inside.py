@@ -13,7 +13,7 @@ from needlework.calibrate.inside import start_inside
 from needlework.lab.bodies import HttpError
 from needlework.lab.streams import _next_or_gone
 from needlework.serving import TransportError, run
-from needlework.serving.loop import background_loop
+from needlework.serving.sync import background_loop
 
 NOTES = [{"role": "user", "content": "This line says nothing of interest. " * 200}]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from needlework import probes
-from needlework.serving import Endpoint, dialects, run, vllm
+from needlework.serving import Endpoint, capabilities, run, vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
@@ -32,7 +32,7 @@ def endpoint(one) -> Endpoint:
 
 
 def test_the_dialect_is_found_by_asking(endpoint):
-    found = run(dialects.probe(endpoint))
+    found = run(capabilities.discover(endpoint))
     assert found.engine == "vllm" and found.model == vllm.MODEL_NAME and found.max_model_len == vllm.CONTEXT_TOKENS
     assert found.tokenize == "chat" and found.cached_tokens and found.salt == "cache_salt" and found.logprobs
 

@@ -7,7 +7,7 @@ from random import Random
 
 from needlework.lab.engine import Engine
 from needlework.lab.types import Chunk, Event, Request, Sampling
-from needlework.probes import words
+from needlework.probes.bench import words
 
 NEEDLE = "The secret code for the amber falcon of Kelbrook is {}."
 QUESTION = "What is the secret code for the amber falcon of Kelbrook? Answer with the value only."

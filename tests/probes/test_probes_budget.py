@@ -8,7 +8,7 @@ import pytest
 from mock_endpoint import mock_endpoint, render
 from needlework import probes
 from needlework.__main__ import main as needlework
-from needlework.probes.budget import Budget, Limits, Meter
+from needlework.probes.bench.budget import Budget, Limits, Meter
 
 # the worst course of each: what is lost makes a search go on, a scan suspect, and an abort come too late
 WORK = {

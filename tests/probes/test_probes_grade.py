@@ -6,8 +6,8 @@ import time
 
 import pytest
 from needlework.analysis.trials import OUTCOMES
-from needlework.probes.grade import edit_distance, grade, value_logprob
-from needlework.probes.specs import Fact
+from needlework.probes.bench.grade import edit_distance, grade, value_logprob
+from needlework.probes.bench.prompts import Fact
 from needlework.serving import Reply
 
 FACTS = (

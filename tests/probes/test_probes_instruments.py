@@ -9,10 +9,10 @@ import sys
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework import probes
-from needlework.probes import Limits, warmth
+from needlework.probes import Limits, warm
+from needlework.probes.bench.trial import PromptTooLong
 from needlework.probes.cli import main
 from needlework.probes.recall import describe
-from needlework.probes.rows import PromptTooLong
 
 SMALL = {"lengths": (300, 600, 1200), "depths": (0.2, 0.8)}
 
@@ -92,7 +92,7 @@ def test_warm_against_cold_with_proof():
         same = probes.warm_cold(mock.base_url, lengths=(512,), repeats=2)
         assert same.healthy and same.details["proved"] == 2 and same.trials["cached_tokens"].min() > 0
     shared = [({"cache": "unknown", "cached_tokens": 200}, {"cache": "warm", "cached_tokens": 511})]
-    assert "Cold was not reached" in warmth._describe(shared, [], {})[0]  # and not that repeats were not warm
+    assert "Cold was not reached" in warm._describe(shared, [], {})[0]  # and not that repeats were not warm
     with mock_endpoint("trtllm") as mock:  # says nothing about its cache
         blind = probes.warm_cold(mock.base_url, lengths=(512,), repeats=2)
     assert blind.verdict == "not proven" and "Warm was not reached" in str(blind)
@@ -181,7 +181,7 @@ def test_coherence_cannot_see_what_recall_sees():
     with mock_endpoint(lose=lambda n, place, c, o: n > 500) as mock:
         result = probes.coherence(mock.base_url, lengths=(300, 900), repeats=3)
     assert result.verdict == "finding" and "coherence cannot see this failure" in str(result)
-    from needlework.probes.text import gzip_ratio, repetition
+    from needlework.probes.coherence import gzip_ratio, repetition
 
     assert (
         gzip_ratio("no prior context " * 60) > 10 > 4 > gzip_ratio("The lamp stood by the door and nobody asked why.")

@@ -10,8 +10,8 @@ import IPython.display
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework import probes
-from needlework.probes import progress
-from needlework.probes.progress import Status
+from needlework.probes.bench import progress
+from needlework.probes.bench.progress import Status
 from needlework.workbook import live
 
 GRID = {"lengths": (300, 500), "depths": (0.2, 0.8), "controls": False}

@@ -10,9 +10,8 @@ from random import Random
 
 import pytest
 from mock_endpoint import render, tokens_of
-from needlework.probes import prompts, values, words
-from needlework.probes.fitting import LengthError, Ratio, build
-from needlework.probes.specs import PromptSpec, facts_of
+from needlework.probes.bench import prompts, words
+from needlework.probes.bench.prompts import LengthError, PromptSpec, Ratio, build, facts_of
 
 
 def unique_share(text, n=8):
@@ -87,16 +86,16 @@ def test_a_server_that_cuts_prompts_does_not_make_them_grow():
     assert ratio.length(8192) <= 16 * 8192
 
 
-@pytest.mark.parametrize("kind", values.KINDS)
+@pytest.mark.parametrize("kind", words.KINDS)
 def test_values(kind):
     r = Random(1)
-    drawn = [values.draw(kind, r) for _ in range(300)]
+    drawn = [words.draw(kind, r) for _ in range(300)]
     assert len(set(drawn)) > 250
     for value in drawn[:50]:
-        other = values.neighbour(value, r)
+        other = words.neighbour(value, r)
         assert other != value and len(other) == len(value)
         if kind.startswith("digits"):
-            assert value[-1] == values.check_digit(value[:-1]) and other[-1] != values.check_digit(other[:-1])
+            assert value[-1] == words.check_digit(value[:-1]) and other[-1] != words.check_digit(other[:-1])
 
 
 def test_distractors_needles_and_styles():

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
-from needlework.serving.cached import chat
-from needlework.serving.capabilities import Capabilities
-from needlework.serving.counts import count_tokens
-from needlework.serving.dialects import flush, probe, read_metrics
-from needlework.serving.gauges import read_gauges
+from needlework.serving.capabilities import Capabilities, discover, flush
+from needlework.serving.gauges import parse, read
+from needlework.serving.tokens import chat, count_tokens
 
 HELLO = [{"role": "user", "content": "Hello."}]
 EXPECTED = {
@@ -26,8 +24,8 @@ EXPECTED = {
 @pytest.mark.parametrize("dialect", EXPECTED)
 def test_probe_finds_what_is_there(dialect):
     with mock_endpoint(dialect) as mock:
-        found = run(probe(Endpoint(mock.base_url)))
-        again = run(probe(Endpoint(mock.base_url)))  # a second visitor finds the same, cache and salts notwithstanding
+        found = run(discover(Endpoint(mock.base_url)))
+        again = run(discover(Endpoint(mock.base_url)))  # a second visitor finds the same
     seen = (found.engine, found.tokenize, found.cached_tokens, found.salt, found.logprobs, found.max_model_len)
     assert seen == EXPECTED[dialect]
     assert found == again == Capabilities.from_dict(found.as_dict())
@@ -36,35 +34,35 @@ def test_probe_finds_what_is_there(dialect):
 
 def test_thinking_is_switched_off_only_where_it_was_seen():
     with mock_endpoint("vllm", thinks=True) as mock:
-        found = run(probe(Endpoint(mock.base_url)))
+        found = run(discover(Endpoint(mock.base_url)))
         assert found.thinking == "chat_template_kwargs" and not found.thinks
         assert found.fields()["chat_template_kwargs"]["enable_thinking"] is False
     with mock_endpoint("trtllm", thinks=True) as mock:  # forbids unknown fields
-        found = run(probe(Endpoint(mock.base_url)))
+        found = run(discover(Endpoint(mock.base_url)))
         assert found.thinking is None and found.thinks and found.fields(salt="x") == {}
 
 
 def test_dynamo_names_both_workers_and_its_flush_is_not_believed():
     with mock_endpoint("dynamo", thinks=True) as mock:
         endpoint = Endpoint(mock.base_url)
-        found = run(probe(endpoint))
+        found = run(discover(endpoint))
         assert found.names_worker and found.thinking == "nvext" and found.flush_path == "/clear_kv_blocks"
         assert found.fields() == {"nvext": {"extra_fields": ["worker_id"], "max_thinking_tokens": 0}}
         reply = run(endpoint.chat(HELLO, fields=found.fields()))
         assert reply.worker == "prefill 7, decode 9" and not reply.reasoning
-        assert run(read_metrics(endpoint))["aborted"] == 0 and found.metrics == ("running", "aborted")
+        assert run(read(endpoint))["aborted"] == 0 and found.metrics == ("running", "aborted")
         run(flush(endpoint))
         assert not mock.cache
     with mock_endpoint("dynamo", replicas=2) as mock, pytest.raises(RuntimeError, match="1 workers did not clear"):
         run(flush(Endpoint(mock.base_url)))
     with mock_endpoint("vllm") as mock:
-        assert not run(probe(Endpoint(mock.base_url))).names_worker
+        assert not run(discover(Endpoint(mock.base_url))).names_worker
 
 
 def test_an_engine_that_leaves_a_zero_out_still_proves_warm_and_cold():
     with mock_endpoint("vllm", zero_left_out=True) as mock:
         endpoint = Endpoint(mock.base_url)
-        endpoint.capabilities = found = run(probe(endpoint))
+        endpoint.capabilities = found = run(discover(endpoint))
         assert found.cached_tokens and found.cached_by == "usage" and found.salt == "cache_salt"
         text = [{"role": "user", "content": "Once more. " * 200}]
         seen = [run(chat(endpoint, text, alone=False, max_tokens=1)).cached_tokens for _ in range(2)]
@@ -74,28 +72,28 @@ def test_an_engine_that_leaves_a_zero_out_still_proves_warm_and_cold():
 def test_a_pair_that_calls_transferred_tokens_cached_is_seen_through():
     with mock_endpoint("vllm", transfers=True) as mock:
         blind = Endpoint(mock.base_url)
-        alone = run(probe(blind))
+        alone = run(discover(blind))
         assert not alone.cached_tokens and any("was never sent is reported as cached" in n for n in alone.notes)
         assert run(chat(blind, HELLO, alone=True, max_tokens=1)).cached_tokens is None
         endpoint = Endpoint(mock.base_url, cache_url=mock.base_url)
-        found = run(probe(endpoint))
+        found = run(discover(endpoint))
         assert found.cached_tokens and found.cached_by == "counter" and found.salt == "cache_salt"
         text = [{"role": "user", "content": "One two three four. " * 40}]
         seen = [run(chat(endpoint, text, alone=True, max_tokens=1)).cached_tokens for _ in range(2)]
         assert seen[0] == 0 and seen[1] > 100
         assert run(chat(endpoint, text, alone=False, max_tokens=1)).cached_tokens is None
     with mock_endpoint("vllm") as mock:
-        assert run(probe(Endpoint(mock.base_url))).cached_by == "usage"
+        assert run(discover(Endpoint(mock.base_url))).cached_by == "usage"
 
 
 def test_counts_agree_with_usage():
     with mock_endpoint("sglang") as mock:
         endpoint = Endpoint(mock.base_url)
-        run(probe(endpoint))
+        run(discover(endpoint))
         assert run(count_tokens(endpoint, HELLO)) == run(endpoint.chat(HELLO)).prompt_tokens
     with mock_endpoint("openai") as mock:
         endpoint = Endpoint(mock.base_url)
-        run(probe(endpoint))
+        run(discover(endpoint))
         assert run(count_tokens(endpoint, HELLO)) is None
 
 
@@ -111,10 +109,10 @@ def test_metrics_by_alias_and_none_when_not_offered():
     text = 'vllm:num_requests_running{model="m"} 2.0\nvllm:num_requests_running{model="n"} 1\n'
     text += 'vllm:request_success_total{finished_reason="abort",m="x"} 4\n'
     text += 'vllm:request_success_total{finished_reason="stop"} 9\n'
-    gauges = read_gauges(text + "garbage {{{\n")
+    gauges = parse(text + "garbage {{{\n")
     assert gauges["running"] == 3 and gauges["aborted"] == 4 and gauges["kv_used"] is None
     with mock_endpoint("openai") as mock:
-        assert set(run(read_metrics(Endpoint(mock.base_url))).values()) == {None}
+        assert set(run(read(Endpoint(mock.base_url))).values()) == {None}
 
 
 def test_model_that_is_not_served_is_named():
@@ -122,4 +120,4 @@ def test_model_that_is_not_served_is_named():
         mock_endpoint() as mock,
         pytest.raises(TransportError, match=r"does not serve a model named 'gpt-0'.*offers mock"),
     ):
-        run(probe(Endpoint(mock.base_url, "gpt-0")))
+        run(discover(Endpoint(mock.base_url, "gpt-0")))

@@ -10,10 +10,10 @@ import time
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
-from needlework.serving.counts import _count
-from needlework.serving.gauges import context_length, read_gauges
+from needlework.serving.gauges import context_length, parse
 from needlework.serving.replies import parse_json, read_completion
 from needlework.serving.scrub import scrub
+from needlework.serving.tokens import _count
 
 KEY = "sk-verysecretkey0123456789"
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -193,7 +193,7 @@ def test_numbers_that_are_none_are_left_out(number):
 
 def test_gauges_that_are_none_are_left_out():
     text = "sglang:num_running_reqs NaN\nsglang:num_running_reqs 3\nsglang:cached_tokens_total +Inf\n"
-    assert (read_gauges(text)["running"], read_gauges(text)["cached_tokens"]) == (3, None)
+    assert (parse(text)["running"], parse(text)["cached_tokens"]) == (3, None)
     assert context_length('dynamo_frontend_model_context_length{model="m"} NaN', "m") is None
     assert [_count({"count": n}) for n in (-5, 1 << 60, True, 7, [7])] == [None, None, None, 7, 7]
 

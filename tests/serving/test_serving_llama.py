@@ -7,10 +7,11 @@ import json
 import httpx
 import pytest
 from mock_endpoint import mock_endpoint
-from needlework.probes.rows import cache_state
+from needlework.probes.bench.trial import cache_state
 from needlework.serving import Endpoint, TransportError, run
-from needlework.serving.counts import count_tokens
-from needlework.serving.dialects import probe, read_metrics
+from needlework.serving.capabilities import discover
+from needlework.serving.gauges import read
+from needlework.serving.tokens import count_tokens
 
 HELLO = [{"role": "user", "content": "Hello."}]
 MODEL = "SmolLM2-135M-Instruct.Q8_0.gguf"
@@ -86,13 +87,13 @@ def test_recorded_answers_are_read():
     reply = run(endpoint.chat(HELLO, max_tokens=2))
     assert (reply.text, reply.finish_reason, reply.prompt_tokens, reply.cached_tokens) == ("Hello!", "length", 32, 31)
     assert reply.fingerprint == "b1-0c1e57098" and reply.model == MODEL
-    found = run(probe(endpoint))
+    found = run(discover(endpoint))
     assert (found.engine, found.max_model_len, found.hello_tokens) == ("llama.cpp", 4096, 32)
     # a build that counts no chat request renders it, and the rendered text is counted with its marks
     assert (found.tokenize, found.tokenize_path) == ("chat", "/apply-template")
     assert run(count_tokens(endpoint, HELLO)) == 32
     # without --metrics the slots tell what runs; what nobody tells is not 0
-    gauges = run(read_metrics(endpoint))
+    gauges = run(read(endpoint))
     assert gauges["running"] == 1 and gauges["waiting"] is None and found.metrics == ("running",)
     with pytest.raises(TransportError, match=r"^HTTP 400: request \(5032 tokens\) exceeds the available context size"):
         run(endpoint.chat(HELLO, max_tokens=5000))
@@ -101,7 +102,7 @@ def test_recorded_answers_are_read():
 def test_an_old_build_tells_its_window_elsewhere_and_its_cache_has_no_pages():
     with mock_endpoint("llama.cpp", old=True) as mock:
         endpoint = Endpoint(mock.base_url)
-        found = run(probe(endpoint))
+        found = run(discover(endpoint))
         assert (found.tokenize_path, found.max_model_len, found.salt) == ("/apply-template", 131072, "cache_prompt")
         assert run(count_tokens(endpoint, HELLO)) == run(endpoint.chat(HELLO)).prompt_tokens == found.hello_tokens
         assert found.fields(salt="x") == {"cache_prompt": False} and found.fields() == {}

@@ -260,9 +260,9 @@ def test_a_notebook_without_an_answer_ends_with_its_sentence_and_the_run_goes_on
     )
     twin.write_text("# %% [markdown]\n# # Two\n#\n# Why?\n\n" + twin.read_text())
     small_window = (
-        "from needlework.probes import PromptSpec, rows\nfrom needlework.probes.asks import Ask",
+        "from needlework.probes.bench.trial import Ask, PromptSpec, check_window",
         "asked = Ask('recall', PromptSpec(6144))\nprompt = type('Prompt', (), {'counted_tokens': 6144})",
-        "rows.check_window(asked, prompt, 2048)",
+        "check_window(asked, prompt, 2048)",
     )
     third = write(plain, "03_three", *small_window)
     third.write_text("# %% [markdown]\n# # Three\n#\n# Why?\n\n" + third.read_text())

@@ -3,19 +3,21 @@
 from .abort import abort
 from .arms import compare_arms
 from .battery import QUICK, Plan, battery
-from .bench import Bench
-from .budget import Budget, Limits
+from .bench.bench import Bench
+from .bench.budget import Budget, Limits
+from .bench.journal import Journal, Recorded
+from .bench.prompts import PromptSpec, assemble
+from .bench.result import Result
 from .cliff import find_cliff
-from .journal import Journal, Recorded
-from .load import drift, echo
+from .coherence import coherence
+from .drift import drift
+from .echo import echo
+from .pool import pool
 from .recall import depth_profile, recall
 from .reload import reload
 from .residues import scan_residues
-from .result import Result
-from .specs import PromptSpec
-from .text import coherence, pool
 from .turns import turns
-from .warmth import warm_cold
+from .warm import warm_cold
 
 __all__ = [
     "QUICK",
@@ -28,6 +30,7 @@ __all__ = [
     "Recorded",
     "Result",
     "abort",
+    "assemble",
     "battery",
     "coherence",
     "compare_arms",

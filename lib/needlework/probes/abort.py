@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from needlework.serving import Endpoint, TransportError, dialects
+from needlework.serving import Endpoint, TransportError, gauges
 
-from .asks import Ask, Row, Target, with_seed
-from .bench import Bench
-from .budget import check_trials
-from .instrument import Common, instrument
+from .bench.bench import Bench, Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.prompts import PromptSpec
+from .bench.result import Result, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
-from .result import Result, finish, outcomes, share
-from .specs import PromptSpec
 
 # share of the expected time to first token at which the request is dropped; decode waits for the first token
 STAGES = {"queued": 0.0, "prefill": 0.4, "transfer": 0.95, "decode": None}
@@ -165,7 +164,7 @@ async def _drop(endpoint: Endpoint, messages: list, victim: Ask, pace: float, ho
 
 
 async def _gauges(endpoint: Endpoint) -> dict[str, float | None]:
-    found = await dialects.read_metrics(endpoint)
+    found = await gauges.read(endpoint)
     return {name: found[name] for name in ("running", "waiting", "kv_used", "aborted")}
 
 

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .asks import Ask, Row, Target, resolve, with_seed
-from .budget import check_trials
-from .controls import again_at_most, control_asks, run_controls
-from .instrument import Common, instrument
-from .journal import Journal
-from .result import Result, finish, hit, outcomes, share
-from .specs import PromptSpec
+from .bench.bench import Common, again_at_most, control_asks, finish, instrument, run_controls
+from .bench.budget import check_trials
+from .bench.journal import Journal
+from .bench.prompts import PromptSpec
+from .bench.result import Result, hit, outcomes, share
+from .bench.trial import Ask, Row, Target, resolve, with_seed
 
 CACHES = ("cold", "warm")
 

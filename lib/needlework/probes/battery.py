@@ -17,15 +17,15 @@ from needlework.serving import TransportError
 
 from .abort import abort
 from .arms import compare_arms
-from .asks import Stopped, Target
-from .budget import Budget, Limits
-from .load import echo
+from .bench.budget import Budget, Limits
+from .bench.result import Result
+from .bench.trial import Stopped, Target
+from .echo import echo
 from .recall import recall
 from .reload import reload
 from .residues import scan_residues
-from .result import Result
 from .turns import turns
-from .warmth import warm_cold
+from .warm import warm_cold
 
 if TYPE_CHECKING:
     import pandas as pd

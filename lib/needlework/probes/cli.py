@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from needlework import probes
-from needlework.serving import Endpoint, TransportError, dialects, run
+from needlework.serving import Endpoint, TransportError, capabilities, run
 
-from .asks import Stopped, resolve
-from .budget import Budget, Limits
+from .bench.budget import Budget, Limits
+from .bench.trial import Stopped, resolve
 
 INSTRUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
     "recall": (probes.recall, "recall against length and depth"),
@@ -110,7 +110,7 @@ def _endpoint(url: str, args: argparse.Namespace) -> Any:
 async def _what(endpoint: Any) -> str:
     if not isinstance(endpoint, Endpoint):
         raise ValueError("what needs a live endpoint")
-    found = await dialects.probe(endpoint)
+    found = await capabilities.discover(endpoint)
     return "\n".join([str(found), *(f"note: {n}" for n in found.notes)])
 
 
@@ -123,7 +123,7 @@ def _flush(args: argparse.Namespace) -> int:
     endpoint = _endpoint(args.url[0], args)
     if not isinstance(endpoint, Endpoint):
         raise ValueError("flush needs a live endpoint")
-    run(dialects.flush(endpoint))
+    run(capabilities.flush(endpoint))
     print("the server was asked to flush its prefix cache; prove it cold by cached tokens (probe warm)")
     return 0
 

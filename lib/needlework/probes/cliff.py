@@ -11,12 +11,12 @@ import numpy as np
 
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
-from .asks import Ask, Row, Target, with_seed
-from .budget import check_trials
-from .instrument import Common, instrument
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.prompts import digest
+from .bench.result import Result, hit, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
-from .result import Result, finish, hit, outcomes, share
-from .specs import digest
 
 LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
 USUAL = 30  # requests of a search

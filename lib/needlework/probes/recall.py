@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .asks import Ask, Row, Target, with_seed
-from .budget import check_trials
-from .instrument import Common, instrument
-from .result import Result, finish, outcomes, share
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.result import Result, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.9)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .asks import Ask, Row, Target, with_seed
-from .budget import check_trials
-from .instrument import Common, instrument
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.result import Result, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
-from .result import Result, finish, outcomes, share
 
 FILL_LENGTH = 4000  # tokens of a prompt that only pushes others out
 

@@ -9,11 +9,10 @@ from typing import Any
 
 from needlework.analysis.comb import Comb, ResidueScan
 
-from .asks import Ask, Row, Target, with_seed
-from .bench import Bench
-from .instrument import Common, instrument
-from .result import Result, finish, hit, share
-from .specs import PromptSpec
+from .bench.bench import Bench, Common, finish, instrument
+from .bench.prompts import PromptSpec
+from .bench.result import Result, hit, share
+from .bench.trial import Ask, Row, Target, with_seed
 
 ANCHORS = ("start", "end")
 CACHES = ("cold", "warm")

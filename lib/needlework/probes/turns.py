@@ -18,12 +18,12 @@ from typing import Any
 
 from needlework.serving import Endpoint, TransportError
 
-from .asks import Ask, Row, Target, with_seed
-from .budget import check_trials
-from .instrument import Common, instrument
-from .prompts import Messages, Prompt
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.prompts import Messages, Prompt
+from .bench.result import Result, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
-from .result import Result, finish, outcomes, share
 
 SHAPES = ("tell_ask", "tell_talk_ask", "interrupted")
 MODES = ("continue", "resend")

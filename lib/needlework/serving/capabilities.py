@@ -1,11 +1,23 @@
-"""What an endpoint was found to offer."""
+"""What an endpoint can do, found by asking it.
+
+Names and routes move between releases and routers drop fields, so nothing is taken from a version or an engine's name:
+every capability is tried once, with requests of a few tokens, and recorded. Sources of the routes: sglang
+`srt/entrypoints/http_server.py`, vllm `entrypoints/serve/*`, TensorRT-LLM `tensorrt_llm/serve/openai_server.py`,
+llama.cpp `tools/server/README.md`, dynamo `lib/llm/src/http/service/`, sglang `sgl-model-gateway/README.md`.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import secrets
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from . import gauges
+from .endpoint import PROBE_TIMEOUT_S, Endpoint, attempt
+from .replies import Message, Reply, TransportError, parse_json
 from .scrub import private
+from .tokens import cache_hits, counted, tokenize_form
 
 # The first goes to the template of vllm and sglang, the second through dynamo (its `nvext.md`) to the engine.
 THINKING_OFF: dict[str, dict[str, Any]] = {
@@ -77,3 +89,214 @@ class Capabilities:
             f"cached tokens {'reported' if self.cached_tokens else 'not reported'}; {cold}; "
             f"log-probabilities {'yes' if self.logprobs else 'no'}"
         )
+
+
+async def discover(endpoint: Endpoint) -> Capabilities:
+    """Find out what `endpoint` can do; about ten short requests, none of which changes the server's state.
+
+    Raises TransportError when the endpoint does not answer a plain chat request at all. The result is kept in
+    `endpoint.capabilities`, so a second call costs nothing.
+    """
+    if endpoint.capabilities is not None:
+        return endpoint.capabilities
+    models = await endpoint.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
+    card = _card(models, endpoint.model)
+    model = await endpoint.resolve_model()
+    hello: list[Message] = [{"role": "user", "content": "Hello."}]
+    first = await endpoint.chat(hello, max_tokens=4, stream=True)  # must work; everything below is optional
+    marks, info, metrics_text = await asyncio.gather(_marks(endpoint), _info(endpoint), gauges.text(endpoint))
+    form, path = await tokenize_form(endpoint, model, hello)
+    notes: list[str] = []
+    if form == "usage":
+        notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
+    source = await cached_source(endpoint, notes)
+    salt = await accepted_salt(endpoint, source, notes)
+    thinking, thinks = await _thinking(endpoint, hello, first)
+    engine = _engine(marks, metrics_text)
+    found = Capabilities(
+        engine=engine,
+        model=model,
+        max_model_len=_length(card, info, marks) or gauges.context_length(metrics_text, model),
+        tokenize=form,
+        tokenize_path=path,
+        usage=first.prompt_tokens is not None,
+        hello_tokens=first.prompt_tokens or 0,
+        cached_tokens=source is not None,
+        cached_by=source or "usage",
+        salt=salt,
+        flush_path=_flush_path(marks, engine),
+        abort_path="/abort_request" if "sglang" in marks else None,
+        logprobs=await _has_logprobs(endpoint, hello),
+        names_worker=await _names_worker(endpoint, hello, first),
+        metrics=tuple(n for n, v in (await gauges.of(endpoint, metrics_text, engine)).items() if v is not None),
+        thinking=thinking,
+        thinks=thinks,
+        notes=tuple(notes),
+    )
+    endpoint.capabilities = found
+    return found
+
+
+async def flush(endpoint: Endpoint) -> None:
+    """Ask the server to drop its prefix cache. Its word is not trusted: prove cold by cached tokens.
+
+    Raises RuntimeError when no flush route was found or some workers did not follow, TransportError when the server
+    refuses.
+    """
+    found = await discover(endpoint)
+    if found.flush_path is None:
+        raise RuntimeError("this endpoint offers no way to flush its prefix cache; use salts or new text instead")
+    answer = await endpoint.post_text(found.flush_path)
+    if found.engine == "dynamo":  # answers 200 in any case, and lists who cleared and who failed
+        report = parse_json(answer.encode())
+        report = report if isinstance(report, dict) else {}
+        listed = [report.get(f"{name}_workers") for name in ("failed", "cleared")]
+        failed, cleared = (workers if isinstance(workers, list) else [] for workers in listed)
+        if failed or not cleared:
+            why = endpoint.scrub(report.get("message") or "some did not answer", limit=120)
+            raise RuntimeError(f"{len(failed)} workers did not clear their cache and {len(cleared)} did: {why}")
+
+
+# ---- single questions ----
+
+
+def _card(models: Any, name: str | None) -> dict[str, Any]:
+    rows = models.get("data") if isinstance(models, dict) else None
+    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not rows:
+        raise TransportError("/v1/models lists no model; is this an OpenAI-compatible endpoint?")
+    if name is None:
+        return rows[0]
+    for row in rows:
+        if row.get("id") == name:
+            return row
+    offered = ", ".join(str(row.get("id"))[:60] for row in rows[:5])
+    raise TransportError(f"the endpoint does not serve a model named {name[:60]!r}; it offers {offered}")
+
+
+async def _marks(endpoint: Endpoint) -> dict[str, Any]:
+    """Routes that only one family has. Several marks, because single ones mislead (TensorRT-LLM also has /version)."""
+    routes = {"sglang": "/model_info", "sglang_old": "/get_model_info", "version": "/version", "llama": "/props"}
+    bodies = await asyncio.gather(*(attempt(endpoint.get_json(p, timeout_s=PROBE_TIMEOUT_S)) for p in routes.values()))
+    marks = {name: body for name, body in zip(routes, bodies, strict=True) if isinstance(body, dict)}
+    if "sglang_old" in marks:
+        marks.setdefault("sglang", marks.pop("sglang_old"))
+    if "llama" in marks and "default_generation_settings" not in marks["llama"]:
+        del marks["llama"]
+    return marks
+
+
+async def _info(endpoint: Endpoint) -> dict[str, Any]:
+    for path in ("/server_info", "/get_server_info"):
+        body = await attempt(endpoint.get_json(path, timeout_s=PROBE_TIMEOUT_S))
+        if isinstance(body, dict):
+            return body
+    return {}
+
+
+def _engine(marks: dict[str, Any], metrics: str) -> str:
+    prefixes = {"sglang": ("sglang:", "sglang_"), "vllm": ("vllm:",), "llama.cpp": ("llamacpp:",),
+                "tensorrt-llm": ("trtllm_",), "dynamo": ("dynamo_",), "router": ("smg_", "sgl_router")}  # fmt: skip
+    for engine, starts in prefixes.items():
+        if any(line.startswith(starts) for line in metrics.splitlines()):
+            return engine
+    if "llama" in marks:
+        return "llama.cpp"
+    if "sglang" in marks:
+        return "sglang"
+    return "openai"
+
+
+def _length(card: dict[str, Any], info: dict[str, Any], marks: dict[str, Any]) -> int | None:
+    # llama.cpp: both are the window of one slot; older builds have it in /props alone
+    slot = marks.get("llama", {}).get("default_generation_settings")
+    meta, slot = (part if isinstance(part, dict) else {} for part in (card.get("meta"), slot))
+    values = (card.get("max_model_len"), card.get("context_length"), meta.get("n_ctx"), slot.get("n_ctx"),
+              info.get("context_length"), info.get("max_model_len"), info.get("max_seq_len"))  # fmt: skip
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+
+
+def _flush_path(marks: dict[str, Any], engine: str) -> str | None:
+    # a flush cannot be tried without flushing, so the family's marks decide; failing is loud at the time of use
+    if engine == "dynamo":
+        return "/clear_kv_blocks"
+    return "/flush_cache" if "sglang" in marks else None
+
+
+async def _has_logprobs(endpoint: Endpoint, hello: list[Message]) -> bool:
+    reply = await attempt(endpoint.chat(hello, max_tokens=2, logprobs=True))
+    return reply is not None and bool(reply.token_logprobs)
+
+
+async def _names_worker(endpoint: Endpoint, hello: list[Message], first: Reply) -> bool:
+    """Whether the answer names its workers when asked to in Dynamo's way; not asked where it names them anyway."""
+    if first.worker is not None:
+        return False
+    reply = await attempt(endpoint.chat(hello, max_tokens=1, fields={"nvext": {"extra_fields": ["worker_id"]}}))
+    return reply is not None and reply.worker is not None
+
+
+async def _thinking(endpoint: Endpoint, hello: list[Message], first: Reply) -> tuple[str | None, bool]:
+    """How thinking is switched off. Only tried when the plain answer showed reasoning text or an opening tag."""
+    if not first.reasoning and not first.text.lstrip().startswith("<think"):
+        return None, False
+    for name, value in THINKING_OFF.items():
+        reply = await attempt(endpoint.chat(hello, max_tokens=4, fields={name: value}))
+        if reply is not None and not reply.reasoning and not reply.text.lstrip().startswith("<think"):
+            return name, False
+    return None, True
+
+
+# ---- prefix caches: who tells what came out of one, and how a prompt is made cold ----
+
+
+async def cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
+    """Who tells the truth on cached tokens: "usage", "counter", or nobody.
+
+    A text that was never sent cannot be cached. The decode server of a pair reports it as cached all the same, because
+    its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
+    server that computes prompts can tell.
+    """
+    fresh = _lamps(secrets.token_hex(8))
+    reply = await attempt(endpoint.chat(fresh, max_tokens=1))
+    if reply is not None and reply.cached_tokens is None:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
+        again = await attempt(endpoint.chat(fresh, max_tokens=1))
+        if again is not None and again.cached_tokens:
+            return "usage"
+    if reply is None or reply.cached_tokens is None:
+        notes.append("cached tokens are not reported, so warm and cold cannot be proved")
+        return None
+    if 2 * reply.cached_tokens < (reply.prompt_tokens or 0):
+        return "usage"
+    if await cache_hits(endpoint) is not None:
+        return "counter"
+    notes.append(
+        "a text that was never sent is reported as cached (a decode server counts what it was sent), so warm and cold "
+        "cannot be proved; name the prefill server as cache_url"
+    )
+    return None
+
+
+async def accepted_salt(endpoint: Endpoint, source: str | None, notes: list[str]) -> str | None:
+    """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
+    if source is None:
+        return None
+    text, send = _lamps("twice"), counted if source == "counter" else Endpoint.chat
+    await attempt(send(endpoint, text, max_tokens=1))
+    again = await attempt(send(endpoint, text, max_tokens=1))
+    if again is None or not again.cached_tokens:
+        notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
+        return None
+    for name in SALTS:
+        # a salt used in an earlier probe would be warm already
+        fields = {name: salt_value(name, secrets.token_hex(8))}
+        salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
+        if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
+            return name
+    notes.append("no salt field is honoured; cold prompts start with a new first line instead")
+    return None
+
+
+def _lamps(first: str) -> list[Message]:
+    """A text that fills some pages of any prefix cache; `first` makes it another one."""
+    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * 120}]

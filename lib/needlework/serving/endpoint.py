@@ -21,6 +21,8 @@ import httpx
 from .replies import EventStream, Message, Reply, TransportError, decode, parse_json, read_completion
 from .scrub import scrub, secrets_of
 
+PROBE_TIMEOUT_S = 30.0  # of a question that only finds out what the endpoint can do
+
 
 class Endpoint:
     """An OpenAI-compatible deployment.
@@ -61,7 +63,7 @@ class Endpoint:
         self.max_body_bytes = int(max_body_bytes)
         self.extra = dict(extra or {})
         self.repeatable = repeatable
-        self.capabilities: Any = None  # filled by dialects.probe, once
+        self.capabilities: Any = None  # filled by capabilities.discover, once
         self._key = api_key
         self._max_connections = max_connections
         self._transport = transport
@@ -271,6 +273,14 @@ class Endpoint:
                 raise TransportError("the API key holds characters that cannot be sent in a header") from None
             self._clients[loop] = client
         return client
+
+
+async def attempt(awaitable: Any) -> Any:
+    """The answer to a question that an endpoint may well refuse, or None when there is no well-formed one."""
+    try:
+        return await awaitable
+    except TransportError:
+        return None
 
 
 def _telling(sent: asyncio.Event) -> Any:

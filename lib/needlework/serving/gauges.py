@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Iterator
 
+from .endpoint import PROBE_TIMEOUT_S, Endpoint, attempt
+
 # Metric names moved over time; each quantity has a list of aliases, and "not offered" is None, never 0.
 METRICS: dict[str, tuple[str, ...]] = {
     "running": ("sglang:num_running_reqs", "sglang_num_running_reqs", "vllm:num_requests_running",
@@ -31,10 +33,32 @@ CONTEXT_TOKENS = "dynamo_frontend_model_context_length"  # a gauge for each mode
 _METRIC_LINE = re.compile(r"^([A-Za-z_:][A-Za-z0-9_:]*)(\{[^}]*\})?\s+([-+0-9.eEnNaAiIfF]+)")
 
 
-def read_gauges(text: str) -> dict[str, float | None]:
+async def read(endpoint: Endpoint) -> dict[str, float | None]:
+    """The quantities of METRICS as this server offers them; None where it does not."""
+    found = endpoint.capabilities
+    return await of(endpoint, await text(endpoint), found.engine if found is not None else "")
+
+
+async def text(endpoint: Endpoint) -> str:
+    base = endpoint.metrics_url or endpoint.base_url
+    return await attempt(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=base)) or ""
+
+
+async def of(endpoint: Endpoint, metrics: str, engine: str) -> dict[str, float | None]:
+    """The quantities of METRICS; llama.cpp without --metrics still tells of each slot whether it is at work."""
+    gauges = parse(metrics)
+    if engine == "llama.cpp" and gauges["running"] is None:
+        slots = await attempt(endpoint.get_json("/slots", timeout_s=PROBE_TIMEOUT_S))
+        if isinstance(slots, list):
+            busy = [slot.get("is_processing") for slot in slots if isinstance(slot, dict)]
+            gauges["running"] = float(busy.count(True)) if busy else None
+    return gauges
+
+
+def parse(metrics: str) -> dict[str, float | None]:
     """Parse Prometheus text into the quantities of METRICS, summed over labels."""
     sums: dict[str, float] = {}
-    for name, labels, value in _samples(text):
+    for name, labels, value in _samples(metrics):
         sums[name] = sums.get(name, 0.0) + value
         for label in labels:
             key = f"{name}{{{label}}}"
@@ -42,17 +66,17 @@ def read_gauges(text: str) -> dict[str, float | None]:
     return {what: next((sums[a] for a in aliases if a in sums), None) for what, aliases in METRICS.items()}
 
 
-def context_length(text: str, model: str) -> int | None:
+def context_length(metrics: str, model: str) -> int | None:
     """The context that a frontend states for `model`, the smallest of its workers; None where it states none."""
     wanted = f'model="{model}"'.lower()
-    stated = [v for name, labels, v in _samples(text) if name == CONTEXT_TOKENS and wanted in map(str.lower, labels)]
+    stated = [v for name, labels, v in _samples(metrics) if name == CONTEXT_TOKENS and wanted in map(str.lower, labels)]
     return int(min(stated)) if stated else None
 
 
-def _samples(text: str) -> Iterator[tuple[str, list[str], float]]:
+def _samples(metrics: str) -> Iterator[tuple[str, list[str], float]]:
     """(name, labels, value) of each line that is one; the first 20,000 lines only. A gauge that is NaN or infinite says
     nothing."""
-    for line in text.splitlines()[:20_000]:
+    for line in metrics.splitlines()[:20_000]:
         if match := _METRIC_LINE.match(line):
             name, labels, raw = match.groups()
             try:

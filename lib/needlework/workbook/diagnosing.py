@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework import analysis, probes
-from needlework.probes.asks import Stopped
+from needlework.probes.bench.trial import Stopped
 from needlework.probes.cli import confirm_in_terminal, constants
 from needlework.workbook import about, incidents
 from needlework.workbook.targets import open_target

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from needlework.probes.journal import UNFINISHED
+from needlework.probes.bench.journal import UNFINISHED
 
 DEFAULT = "context-loss"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from needlework.probes.progress import Status, set_default
+from needlework.probes.bench.progress import Status, set_default
 from needlework.workbook import figures
 
 EVERY_S = 1.0

@@ -25,8 +25,8 @@ from nbclient.exceptions import CellExecutionError, DeadKernelError
 from nbclient.util import ensure_async
 from nbformat import NotebookNode
 
-from needlework.probes.journal import UNFINISHED
-from needlework.probes.rows import PromptTooLong
+from needlework.probes.bench.journal import UNFINISHED
+from needlework.probes.bench.trial import PromptTooLong
 from needlework.workbook import cannot, incidents, tables, targets, writer
 
 VERDICT = "11_verdict"  # reads the runs that the incident holds

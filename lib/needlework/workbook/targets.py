@@ -298,13 +298,13 @@ def _helpers(arm: str, roles: Sequence[str]) -> dict[str, str]:
 
 def _lenders(endpoints: Mapping[str, Any], serves: Mapping[str, list[str]]) -> dict[str, str]:
     """Arm without a tokenise route -> an arm that has one and serves the same models; only with several live arms."""
-    from needlework.serving import counts, run
+    from needlework.serving import run, tokens
 
     if len(serves) < 2:
         return {}
     hello = [{"role": "user", "content": "Hello."}]
     has = {
-        arm: run(counts.tokenize_form(endpoint, serves[arm][0], hello))[1] is not None
+        arm: run(tokens.tokenize_form(endpoint, serves[arm][0], hello))[1] is not None
         for arm, endpoint in endpoints.items()
         if serves.get(arm)
     }

@@ -9,30 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import inspect
 import platform
 import secrets
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import needlework
-from needlework.serving import TransportError, dialects
+from needlework.serving import TransportError, gauges
 from needlework.serving import run as run_coroutine
-from needlework.serving.capabilities import Capabilities
+from needlework.serving.capabilities import Capabilities, discover
 
-from . import rows
-from .asks import Ask, Confirm, Prepare, Row, Stopped, Target, resolve
+from . import trial as rows
 from .budget import Budget, Limits, Meter, Speed
-from .builder import Builder
 from .journal import Journal
 from .progress import Status, Watch, open_watch
-from .prompts import GENERATOR, Prompt
-from .specs import PromptSpec, facts_of
+from .prompts import GENERATOR, Builder, Prompt, PromptSpec, digest, facts_of
+from .result import Result, outcomes, unmeasured
+from .trial import Ask, Confirm, Prepare, Row, Stopped, Target, resolve
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from .controls import Controls
 
 MAX_CONSECUTIVE_FAILURES = 8
 SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
@@ -200,7 +200,7 @@ class Bench:
         """A gateway that retries turns failures into late successes: say so when its counter has moved."""
         if self._retries is None or self.endpoint is None:
             return
-        now = run_coroutine(dialects.read_metrics(self.endpoint))["router_retries"]
+        now = run_coroutine(gauges.read(self.endpoint))["router_retries"]
         if now is not None and now > self._retries:
             self.warn(
                 f"the gateway retried {now - self._retries:.0f} requests: first failures are hidden in these rows"
@@ -238,7 +238,7 @@ class Bench:
             return
         assert self.endpoint is not None
         try:
-            found = await dialects.probe(self.endpoint)
+            found = await discover(self.endpoint)
         except TransportError as error:
             raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
         self.journal.enter(self.arm or "single", found.as_dict())
@@ -248,7 +248,7 @@ class Bench:
             self.warn(note)
         self._ready = True
         window = found.max_model_len
-        self._retries = (await dialects.read_metrics(self.endpoint))["router_retries"]
+        self._retries = (await gauges.read(self.endpoint))["router_retries"]
         sizes = [n for n in (256, 1024) if window is None or n + 64 < window]
         for size in sizes:  # two points give the seconds a request and the seconds a token
             row = await self.trial(Ask("calibration", PromptSpec(size, seed=987), arm=self.arm))
@@ -331,3 +331,165 @@ class Bench:
             asked = [i for bench in (self, *self._followers) for i in list(bench.used)]
             found = [row for i in asked if (row := self.journal.rows.get(i)) is not None]
             self._watch.update(Status(self.probe, self.arm, len(found), max(self.planned, len(found)), found))
+
+
+def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
+    """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
+    bench.check_retries()
+    if bench.judged is not None and not bench.judged.passed:
+        fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
+    if lost := unmeasured(rows):
+        bench.warn(lost)
+    trials = bench.trials()
+    control = trials["probe"] == "control"
+    return Result(
+        probe=bench.probe,
+        trials=trials[~control].reset_index(drop=True),
+        controls=trials[control].reset_index(drop=True),
+        warnings=tuple(bench.warnings),
+        stopped=bench.stopped,
+        **fields,
+    )
+
+
+SHORT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Controls:
+    """`passed` False means that the harness or the model's fit is in doubt; `why` says which control and how."""
+
+    passed: bool
+    why: str
+    invents: int  # absent facts answered with some value: misses may then be inventions
+    rows: tuple[Row, ...]
+
+    @property
+    def sentence(self) -> str:
+        """What an instrument says whose controls failed."""
+        return (
+            f"Harness, not recall: {self.why}. Even {SHORT_TOKENS} tokens are not answered, so either the harness does "
+            "not fit this model or the deployment fails at any length; nothing is said about recall against length."
+        )
+
+
+def control_asks(probe: str, base: PromptSpec, *, arm: str = "", concurrency: int = 1) -> list[Ask]:
+    """Four controls in the run's own genre and kind of needle."""
+    specs = [
+        replace(
+            base, target_tokens=SHORT_TOKENS, control=kind, depth=0.5, from_start=None, from_end=None, needles=1, ask=0
+        )
+        for kind in ("short", "in_question", "at_end", "absent")
+    ]
+    seeded = [replace(s, seed=int(digest(["control", i, base.seed], 7), 16)) for i, s in enumerate(specs)]
+    return [Ask(probe, s, arm=arm, concurrency=concurrency, label="control") for s in seeded]
+
+
+def again_at_most(asks: list[Ask]) -> tuple[int, int]:
+    """(requests, prompt tokens) of controls that are asked once more because the line failed."""
+    return len(asks), sum(a.prompt.target_tokens for a in asks)
+
+
+def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
+    """Send the controls (or read them back) and judge them."""
+    rows = bench.ask(asks)
+    if any(r["outcome"] == "transport" for r in rows) and not bench.replay:
+        rows = bench.ask(asks)  # one stray failure of the line is no failure of the harness: ask those again, once
+    failed: list[str] = []
+    invents = 0
+    for ask, row in zip(asks, rows, strict=True):
+        kind = ask.prompt.control
+        if kind == "absent":
+            withheld = facts_of(replace(ask.prompt, control=""))[2] or ""
+            if withheld and withheld in (row.get("answer") or ""):
+                failed.append("a value that was never given was answered")
+            elif row["outcome"] not in ("refusal", "empty", "transport", "cut", "reasoning_only"):
+                invents += 1
+            continue
+        hits, measured = outcomes([row])
+        if str(row.get("answered_from") or "").startswith("trial:"):
+            bench.warn("a control was answered with the value of another request")  # a finding, not a harness fault
+        elif hits == 0:
+            what = row["outcome"] if measured else f"{row['outcome']}, no measurement"
+            failed.append(f"{kind.replace('_', ' ')} ({what})")
+    if invents:
+        bench.warn("asked for a fact that was not given, the model invents one: a wrong value may be an invention")
+    why = f"the controls failed: {'; '.join(failed)}" if failed else ""
+    return Controls(not failed, why, invents, tuple(rows))
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Common:
+    """Options of every instrument:
+
+    genre     haystack: "mixed", log, stock, minutes, table, code or noise
+    needle    kind of value: digits5, digits7, uuid, words2 or word_number
+    seed      changes text, keys and values together
+    arm       name of the deployment in the rows
+    controls  ask first what must be answered whatever the deployment does to long prompts; failing is "harness"
+    limits    stop rules; what was measured until then is judged
+    confirm   called with the budget before the first request; False sends nothing
+    progress  None shows what the surface offers (a partial plot in a live notebook), True also text, False nothing
+    """
+
+    genre: str = "mixed"
+    needle: str = "digits5"
+    seed: int = 0
+    arm: str = ""
+    controls: bool = True
+    limits: Limits | None = None
+    confirm: Confirm | None = None
+    progress: bool | Callable[[], Watch] | None = None
+
+    def spec(self, tokens: int, depth: float = 0.5, **more: Any) -> PromptSpec:
+        """A prompt of these options."""
+        return PromptSpec(int(tokens), float(depth), self.genre, self.needle, self.seed, **more)
+
+    def bench(self, probe: str, endpoint: Target, run: str | Path | None, **more: Any) -> Bench:
+        """The bench of an instrument with these options."""
+        own = {"arm": self.arm, "limits": self.limits, "confirm": self.confirm, "progress": self.progress}
+        return Bench(endpoint, run, probe=probe, **{**own, **more})
+
+    def begin(
+        self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0,
+        spare: int = 0, spare_tokens: int = 0,
+    ) -> bool:  # fmt: skip
+        """Announce the budget (as `Bench.plan`), then send the controls; False when they failed."""
+        checks = control_asks(bench.probe, base, arm=self.arm) if self.controls else []
+        again, tokens = again_at_most(checks)
+        bench.plan([*checks, *asks], more, more_tokens, spare=spare + again, spare_tokens=spare_tokens + tokens)
+        bench.judged = run_controls(bench, checks) if checks else None
+        return bench.judged is None or bench.judged.passed
+
+
+def instrument(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Give a function that takes `common` the options of Common as keywords of its own, in signature and help.
+
+    without   options that this instrument does not have
+    """
+    shared = [f for f in fields(Common) if f.name not in without]
+    assert all(f.default is not MISSING for f in shared)
+
+    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.name != "common"]
+        several = {p.name for p in own if isinstance(p.default, tuple) and p.default}
+        extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in shared]
+
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> R:
+            for name, value in options.items():
+                if name in several and not len(value):
+                    raise ValueError(f"{name} is empty; give at least one, or leave it out")
+            common = Common(**{f.name: options.pop(f.name) for f in shared if f.name in options})
+            return function(*args, common=common, **options)
+
+        call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
+        text = [x for x in inspect.getdoc(Common).split("\n") if x.split(" ")[0] not in without]  # type: ignore[union-attr]
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n" + "\n".join(text)
+        return call
+
+    return decorate

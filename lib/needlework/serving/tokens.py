@@ -1,12 +1,15 @@
-"""Tokens of a request as the server counts them: the routes differ, and some take messages where others take text."""
+"""Tokens as the server counts them: of a request before it is sent (the routes differ, and some take messages where
+others take text), and of a prompt that came out of a prefix cache.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from .attempts import PROBE_TIMEOUT_S, attempt
-from .endpoint import Endpoint
-from .replies import Message
+from .endpoint import PROBE_TIMEOUT_S, Endpoint, attempt
+from .gauges import parse
+from .replies import Message, Reply
 
 # llama.cpp `tools/server/server-context.cpp`: the first counts a chat request, older builds only render it
 LLAMA_COUNT, LLAMA_RENDER = "/v1/chat/completions/input_tokens", "/apply-template"
@@ -85,3 +88,35 @@ def _count(body: Any) -> int | None:
     if isinstance(count, int) and not isinstance(count, bool):
         return count if 0 <= count < 1 << 53 else None
     return len(tokens) if isinstance(tokens, list) else None
+
+
+async def chat(endpoint: Endpoint, messages: list[Message], *, alone: bool, **options: Any) -> Reply:
+    """`endpoint.chat`, with cached tokens from the source that was found to be right. alone: no other request is under
+    way, as a counter needs it; without it such an endpoint's cached tokens are not known.
+    """
+    found = endpoint.capabilities
+    if found.cached_tokens and found.cached_by == "usage":
+        reply = await endpoint.chat(messages, **options)
+        silent = reply.cached_tokens is None and reply.prompt_tokens is not None  # a zero is left out by some engines
+        return replace(reply, cached_tokens=0) if silent else reply
+    if not found.cached_tokens or not alone:
+        return replace(await endpoint.chat(messages, **options), cached_tokens=None)
+    return await counted(endpoint, messages, **options)
+
+
+async def counted(endpoint: Endpoint, messages: list[Message], **options: Any) -> Reply:
+    before = await cache_hits(endpoint)
+    reply = await endpoint.chat(messages, **options)
+    after = await cache_hits(endpoint)
+    found = None if before is None or after is None else round(after - before)
+    if found is not None and not 0 <= found <= (reply.prompt_tokens or 0):
+        found = None  # somebody else's request, or a restart, is in the difference
+    return replace(reply, cached_tokens=found)
+
+
+async def cache_hits(endpoint: Endpoint) -> float | None:
+    """Tokens that the prefix cache at `cache_url` has served so far; None where it does not tell."""
+    if endpoint.cache_url is None:
+        return None
+    text = await attempt(endpoint.get_text("/metrics", timeout_s=PROBE_TIMEOUT_S, base=endpoint.cache_url))
+    return parse(text or "")["cached_tokens"]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from .asks import Row
-from .bench import Bench
+from .trial import Row
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,22 +91,3 @@ def unmeasured(rows: list[Row]) -> str:
         return ""
     listed = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in sorted(kinds.items()))
     return f"{sum(kinds.values())} of {len(rows)} trials measured nothing ({listed}{': ' + reason if reason else ''})."
-
-
-def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
-    """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
-    bench.check_retries()
-    if bench.judged is not None and not bench.judged.passed:
-        fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
-    if lost := unmeasured(rows):
-        bench.warn(lost)
-    trials = bench.trials()
-    control = trials["probe"] == "control"
-    return Result(
-        probe=bench.probe,
-        trials=trials[~control].reset_index(drop=True),
-        controls=trials[control].reset_index(drop=True),
-        warnings=tuple(bench.warnings),
-        stopped=bench.stopped,
-        **fields,
-    )

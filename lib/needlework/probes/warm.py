@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .asks import Ask, Row, Target, with_seed
-from .budget import check_trials
-from .instrument import Common, instrument
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.result import Result, hit, outcomes, share
+from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
-from .result import Result, finish, hit, outcomes, share
 
 
 @instrument()

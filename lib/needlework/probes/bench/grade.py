@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from needlework.serving import Reply
 
-from .specs import Fact
+from .prompts import Fact
 
 REFUSAL = re.compile(
     r"no prior context|no previous context|no (?:such )?(?:context|record|information|mention)"

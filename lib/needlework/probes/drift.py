@@ -1,0 +1,75 @@
+"""A canary against request count: does recall fall with what a deployment has served?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .bench.bench import Common, finish, instrument
+from .bench.budget import check_trials
+from .bench.result import Result, hit, outcomes
+from .bench.trial import Ask, Row, Target, with_seed
+
+
+@instrument()
+def drift(
+    endpoint: Target,
+    run: str | Path | None = None,
+    *,
+    canaries: int = 60,
+    between: int = 0,
+    length: int = 1024,
+    depth: float = 0.3,
+    common: Common,
+) -> Result:
+    """Ask the same kind of question again and again, with `between` other requests between canaries; CUSUM on the hits.
+
+    Each canary is fresh text of equal length, so a fall is not a matter of length or cache. `.details["drift"]` is the
+    CUSUM's answer; the alarm threshold rings falsely about once in 3,700 canaries.
+    """
+    from needlework.analysis.drift import drift as judge
+
+    if canaries < 8 or between < 0:
+        raise ValueError("drift needs at least 8 canaries")
+    check_trials(canaries * (1 + between))
+    specs = [with_seed(common.spec(length, depth), i) for i in range(canaries)]
+    fills = [
+        [Ask("drift_load", with_seed(common.spec(length), 5000 + i, k), arm=common.arm) for k in range(between)]
+        for i in range(canaries)
+    ]
+    asks = [Ask("drift", s, arm=common.arm, ordinal=i * (between + 1)) for i, s in enumerate(specs)]
+    rows: list[Row] = []
+    with common.bench("drift", endpoint, run) as bench:
+        bench.note(canaries=canaries, between=between, length=length, seed=common.seed)
+        with bench.until_stopped():
+            common.begin(bench, specs[0], [*asks, *(a for f in fills for a in f)])
+            for a, fill in zip(asks, fills, strict=True):
+                rows += bench.ask([a])
+                if fill:
+                    bench.ask(fill, concurrency=4)
+        found = judge([hit(r) for r in rows])
+        if not outcomes(rows)[1]:
+            sentence, verdict = "Nothing was measured.", "not proven"
+        else:
+            text = str(found)
+            sentence = f"{text[0].upper()}{text[1:]}; one canary in {between + 1} requests."
+            verdict = "finding" if found.alarm is not None else "healthy"
+        return finish(
+            bench, rows, sentence=sentence, verdict=verdict, table=_drift_table(rows), details={"drift": found}
+        )
+
+
+def _drift_table(rows: list[Row], blocks: int = 6) -> Any:
+    import pandas as pd
+
+    from needlework.analysis.intervals import wilson
+
+    size = max(1, -(-len(rows) // blocks))
+    out = []
+    for start in range(0, len(rows), size):
+        part = rows[start : start + size]
+        hits, measured = outcomes(part)
+        low, high = wilson(hits, measured)
+        first, last = part[0]["ordinal"], part[-1]["ordinal"]
+        out.append({"requests": f"{first} to {last}", "hits": hits, "measured": measured, "low": low, "high": high})
+    return pd.DataFrame(out, columns=["requests", "hits", "measured", "low", "high"])
