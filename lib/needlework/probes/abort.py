@@ -59,7 +59,7 @@ def abort(
 
     def group_of(place: tuple[int, str], again: int) -> dict[str, Ask]:
         (r, stage), i = place, stages.index(place[1])
-        return {role: _ask(base, common.arm, stage, role, i, r + AGAIN * again, how) for role in ("victim", *ROLES)}
+        return {role: ask_of(base, common.arm, stage, role, i, r + AGAIN * again, how) for role in ("victim", *ROLES)}
 
     places = [(r, stage) for r in range(rounds) for stage in stages]
     rows: list[Row] = []
@@ -79,7 +79,7 @@ def abort(
                     for a in group.values():
                         bench.remember(a)
                     if bench.journal.get(group["victim"].trial_id, final=bench.replay) is None and not bench.replay:
-                        bench.run(_interrupt(bench, group, pace, how))
+                        bench.run(interrupt(bench, group, pace, how))
                     got = bench.ask(group.values())
                     rows += got
                     if got[0].get("aborted") != "too late":
@@ -93,7 +93,7 @@ def abort(
         )
 
 
-def _ask(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how: str) -> Ask:
+def ask_of(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how: str = "disconnect") -> Ask:
     # the follow-up is the victim's prompt again; the others are fresh
     kind = "victim" if role == "followup" else role
     spec = with_seed(base, i, r, ("victim", "bystander", "after").index(kind))
@@ -110,7 +110,7 @@ def _pace(bench: Bench, base: PromptSpec, arm: str, rows: list[Row]) -> float:
     return float(calm.get("ttft_s") or calm.get("latency_s") or 0.2)
 
 
-async def _interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str) -> None:
+async def interrupt(bench: Bench, group: dict[str, Ask], pace: float, how: str) -> None:
     """Victim and bystander together; the victim is dropped at its stage; the gauges are read before and after."""
     assert bench.endpoint is not None
     victim = group["victim"]

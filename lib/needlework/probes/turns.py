@@ -80,10 +80,10 @@ def turns(
             tokens = earlier * (length + TALK_TOKENS) + len(asks) * REPLY_TOKENS
             common.begin(bench, common.spec(length), asks, spare=earlier, spare_tokens=tokens)
             for first, second in pairs:
-                (told,) = bench.ask([first], prepare=functools.partial(_continue, bench.count))
+                (told,) = bench.ask([first], prepare=functools.partial(continued, bench.count))
                 rows.append(told)
                 history = json.loads(told.get("history") or "[]")
-                rows += bench.ask([second], prepare=_resend(history))
+                rows += bench.ask([second], prepare=resent(history))
         by: dict[str, list[Row]] = {}
         for row in rows:
             by.setdefault(row["label"], []).append(row)
@@ -91,7 +91,7 @@ def turns(
         return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by))
 
 
-async def _continue(
+async def continued(
     count: Callable[[int], None], ask: Ask, prompt: Prompt, endpoint: Endpoint
 ) -> tuple[Messages, dict[str, Any]]:
     """Play the earlier turns live; the generated replies stay in the history as the server will read them again.
@@ -118,7 +118,7 @@ async def _continue(
     return messages, {"history": json.dumps([r[:KEPT_REPLY] for r in replies])}
 
 
-def _resend(replies: list[str]) -> Any:
+def resent(replies: list[str]) -> Any:
     async def prepare(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:
         body, _, question = prompt.text.rpartition("\n\n")
         shape = ask.label.split("/")[0]

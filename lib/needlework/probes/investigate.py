@@ -1,0 +1,309 @@
+"""An investigation: a screen over the whole space, then the prompts that tell most, until one explanation is left.
+
+Each batch is chosen by the information it is expected to give about which law of loss holds, per second of the server's
+time. Before a law is believed it has to say what fresh prompts will do: that is written into the journal first, then they
+are sent. All that was decided stands in the journal's plan, so a stopped run goes on and a finished one is read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from .asks import Row
+from .screen import Space, Step, again, candidates, screen, step
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from needlework.analysis.predictions import Judged
+
+SURE, LIKELY = 0.95, 0.8  # share of one explanation at which it has to predict; at which the last requests go to that
+LEAST, LEAST_UNNAMED = 48, 150  # trials before a law, or the absence of one, is decided
+BATCH = 6  # requests of a batch, at least
+CANDIDATES = 96
+PREDICTED, MOST_PREDICTED = 12, 36  # prompts on a side of a law; of one that loses now and then
+RESERVE = 3 * PREDICTED  # requests kept for predictions
+ROUNDS = 2  # of predictions: a law that failed is mended once
+ALIKE_BITS = 0.004  # the best candidate tells less than this: what is left cannot be told apart from here
+UNNAMED = ("healthy", "unexplained")  # explanations that foretell no loss
+STATES = {"warm": "warm", "crowd": "in flight together", "turn": "in follow-up turns", "abort": "after dropped requests",
+          "again": "asked again"}  # fmt: skip
+
+
+@dataclass
+class Course:
+    """An investigation under way, apart from how a step is sent: `ask` returns its rows, `record` keeps a decision.
+
+    records   decisions of this run so far, in order: they are followed before anything new is decided
+    known     trials of earlier runs on the same deployment
+    requests  at most; exclude: the loss rate that "healthy" has to exclude in every condition
+    stated    sizes that the deployment tells (tokens, entries)
+    """
+
+    space: Space
+    ask: Callable[[Step], list[Row]]
+    record: Callable[[dict[str, Any]], None]
+    records: Sequence[Mapping[str, Any]] = ()
+    known: pd.DataFrame | None = None
+    requests: int = 300
+    exclude: float = 0.1
+    stated: Mapping[str, Any] | None = None
+    say: Callable[[str], None] = lambda sentence: None
+    rows: dict[str, Row] = field(default_factory=dict)
+    done: list[Step] = field(default_factory=list)
+    decided: list[Mapping[str, Any]] = field(default_factory=list)
+    sent: int = 0
+    fit: Any = None
+    ended: str = ""
+
+    def run(self) -> None:
+        """Ask until it is decided or the requests are used up; `ended` says which."""
+        self._follow("screen", self._screen)
+        while not self.ended:
+            law = self._to_predict()
+            if law:
+                self._follow("predictions", lambda law=law: self._predictions(law))  # type: ignore[misc]
+            elif not self.ended:
+                self._follow("chosen", self._choose)
+        end = {"record": "end", "why": self.ended, "requests": self.requests}
+        if end not in [dict(r) for r in self.records]:
+            self.record(end)
+
+    def trials(self) -> pd.DataFrame:
+        """Everything known so far: earlier runs, then this one in the order of sending."""
+        import pandas as pd
+
+        from needlework.analysis import concat
+
+        rows = pd.DataFrame(list(self.rows.values()))
+        return rows if self.known is None else concat([self.known, rows])
+
+    @property
+    def rounds(self) -> list[Judged]:
+        """The predictions so far, held against what came."""
+        from needlework.analysis.predictions import judge
+
+        made = [r for r in self.decided if r["record"] == "predictions"]
+        return [judge(r, self.trials()) for r in made]
+
+    # ---- decisions: the journal's, or new ones that are written down before anything is sent ----
+
+    def _follow(self, record: str, decide: Callable[[], tuple[list[Step], dict[str, Any]]]) -> None:
+        written = [r for r in self.records if r.get("record") in ("screen", "chosen", "predictions")]
+        if len(self.decided) < len(written):
+            entry: Mapping[str, Any] = written[len(self.decided)]
+            steps = [Step.from_dict(s) for s in entry.get("steps", ())]
+        else:
+            steps, more = decide()
+            entry = {"record": record, **more, "steps": [s.as_dict() for s in steps]}
+            self.record(dict(entry))
+        self.decided.append(entry)
+        self.say(str(entry.get("why", "")))
+        for one in steps:
+            self.done.append(one)
+            self.sent += one.requests
+            for row in self.ask(one):
+                self.rows[row["trial_id"]] = row
+
+    def _screen(self) -> tuple[list[Step], dict[str, Any]]:
+        steps, room = [], self.requests
+        for one in screen(self.space, min(1.0, self.requests / 100)):
+            if one.requests <= room:
+                steps.append(one)
+                room -= one.requests
+        asked = sum(s.requests for s in steps)
+        s = self.space
+        why = f"{asked} requests at random: {s.lowest:,} to {s.highest:,} tokens, every place and state"
+        return steps, {"why": why, "space": asdict(s)}
+
+    def _to_predict(self) -> str:
+        """The law that has to predict now, or ""; sets `ended` when there is nothing more to decide."""
+        from needlework.analysis import laws
+
+        told = laws.conditions(self.trials())
+        left = self.requests - self.sent
+        if not len(told):
+            self.ended = "nothing was measured"
+            return ""
+        self.fit = laws.fit(told, stated=self.stated, window=self.space.highest)
+        law = max(self.fit.shares, key=self.fit.shares.get)
+        share, rounds = self.fit.shares[law], self.rounds
+        if rounds and (rounds[-1].law == law or len(rounds) >= ROUNDS):
+            self.ended = "the law has predicted" if rounds[-1].passed else "a prediction failed"
+        elif left < 2:
+            self.ended = f"the announced {self.requests} requests are used up"
+        elif law in UNNAMED:
+            worst = max(bounds_of(told, self.space).values())
+            if law == "healthy" and share > LIKELY and worst <= self.exclude:
+                self.ended = f"nothing is lost: more than {worst:.0%} is excluded in every condition"
+            elif law != "healthy" and share > SURE and len(told) >= LEAST_UNNAMED:
+                self.ended = "no law explains what is lost"
+        elif len(told) >= LEAST and (share > SURE or (share > LIKELY and left <= RESERVE) or self._alike()):
+            return law
+        return ""
+
+    def _foreseen(self, steps: Sequence[Step]) -> pd.DataFrame:
+        """Every trial of these steps with its chance of a loss and the bits it is expected to tell."""
+        import pandas as pd
+
+        from needlework.analysis import laws
+
+        rows = [(i, row) for i, one in enumerate(steps) for row in one.foreseen(self.space)]
+        asked = laws.conditions(pd.DataFrame([row for _, row in rows]))
+        asked["order"] = len(self.rows) + 1  # whatever is chosen is the next
+        told = self.fit.predict(asked).set_axis(range(len(rows)))
+        trial_ids = [row["trial_id"] for _, row in rows]
+        return told.assign(step=[i for i, _ in rows], trial_id=trial_ids, length=asked["length"].to_numpy())
+
+    def _drawn(self, r: Random, count: int) -> list[Step]:
+        return candidates(self.space, r, 1000 * (1 + len(self.decided)), count, self.done)
+
+    def _alike(self) -> bool:
+        told = self._foreseen(self._drawn(Random(f"alike/{self.space.seed}/{len(self.decided)}"), CANDIDATES))
+        return float(told.groupby("step")["information_bits"].sum().max()) < ALIKE_BITS
+
+    def _choose(self) -> tuple[list[Step], dict[str, Any]]:
+        """The steps that tell most a second, each the best of its own part of the candidates, and one at random."""
+        r = Random(f"choose/{self.space.seed}/{len(self.decided)}")
+        law, other = sorted(self.fit.shares, key=self.fit.shares.get, reverse=True)[:2]
+        size = max(BATCH, len(self.rows) // 16)
+        if law == "healthy":
+            return self._fill(r, size)
+        drawn = self._drawn(r, CANDIDATES)
+        bits = self._foreseen(drawn).groupby("step")["information_bits"].sum()
+        seconds = pace(self.rows.values())
+        worth = [bits.get(i, 0.0) / seconds(one) for i, one in enumerate(drawn)]
+        parts = max(2, size // 2)
+        best = [max(range(k, len(drawn), parts), key=worth.__getitem__) for k in range(parts)]
+        wanted = [drawn[i] for i in sorted(best, key=worth.__getitem__, reverse=True)]
+        steps = self._cut(wanted, size - 1)
+        steps += self._cut([drawn[r.randrange(len(drawn))]], self.requests - self.sent - _requests(steps))
+        r.shuffle(steps)
+        why = f"{_what(steps)}: tells {self._said(law)!r} from {self._said(other)!r}"
+        return steps, {"why": why}
+
+    def _fill(self, r: Random, size: int) -> tuple[list[Step], dict[str, Any]]:
+        """Where the least is known: nothing is lost so far, and healthy is as good as its worst bound."""
+        from needlework.analysis import laws
+
+        bounds = bounds_of(laws.conditions(self.trials()), self.space)
+        worst = sorted(bounds, key=bounds.get, reverse=True)[:2]  # type: ignore[arg-type]
+        wanted = []
+        for i in range(size):
+            arm, kind = worst[i % len(worst)]
+            drawn = kind or r.choice(self.space.kinds)
+            number = 1000 * (1 + len(self.decided)) + i
+            wanted.append(step(self.space, r, number, drawn, arms=[arm] if arm else ()))
+        if (repeat := again(self.space, r, self.done, sum(s.kind == "again" for s in self.done))) is not None:
+            wanted.insert(1, repeat)
+        steps = self._cut(wanted, size)
+        arm, kind = worst[0]
+        where = " ".join(filter(None, (f"on {arm}" if arm else "", STATES.get(kind, "alone" if kind else ""))))
+        why = f"{_what(steps)}: nothing lost so far, and {where} a loss of {bounds[worst[0]]:.0%} is not excluded yet"
+        return steps, {"why": why}
+
+    def _cut(self, wanted: Sequence[Step], size: int) -> list[Step]:
+        """As many as make `size` requests, within what may still be sent; at least one where one fits."""
+        steps: list[Step] = []
+        for one in wanted:
+            asked = _requests(steps)
+            if asked + one.requests <= self.requests - self.sent and (not steps or asked + one.requests <= size):
+                steps.append(one)
+        if not steps and self.requests > self.sent:  # too little is left for what was drawn: a plain prompt fits
+            one = wanted[0]
+            steps = [Step("plain", one.number, one.arms[:1], one.prompts[:1])]
+        return steps
+
+    def _predictions(self, law: str) -> tuple[list[Step], dict[str, Any]]:
+        """Fresh prompts on both sides of the law, those on which the other explanations would say otherwise."""
+        r = Random(f"predict/{self.space.seed}/{len(self.decided)}")
+        drawn = [s for s in self._drawn(r, 5 * CANDIDATES) if s.kind != "again"]
+        told = self._foreseen(drawn)
+        most = told["p_loss"].max()
+        told["expects"] = "unsure"
+        told.loc[told["p_loss"] >= 0.6 * most, "expects"] = "lost"
+        told.loc[told["p_loss"] <= min(0.15 * most, 0.05), "expects"] = "found"
+        clear = told.groupby("step").filter(lambda rows: (rows["expects"] != "unsure").all())
+        wanted = {"lost": min(MOST_PREDICTED, max(PREDICTED, round(4 / most))), "found": PREDICTED}
+        by_step = {i: rows for i, rows in clear.groupby("step")}
+        order = list(by_step)
+        r.shuffle(order)
+        steps, parts = [], []
+        while any(n > 0 for n in wanted.values()) and order:
+            some = order[:24]  # the best of a few at random: the best of all would lie in one place
+            best = max(some, key=lambda i: self._worth(by_step[i], wanted) / drawn[i].requests)
+            if self._worth(by_step[best], wanted) <= 0:
+                order = order[24:]
+                continue
+            order.remove(best)
+            steps.append(drawn[best])
+            parts.append(by_step[best])
+            for side, n in by_step[best]["expects"].value_counts().items():
+                wanted[side] -= n
+        r.shuffle(steps)
+        rows = [row for part in parts for row in part.itertuples()]
+        prompts = [{"trial_id": x.trial_id, "p_loss": round(float(x.p_loss), 4), "expects": x.expects} for x in rows]
+        lost = sum(p["expects"] == "lost" for p in prompts)
+        why = (
+            f"{self._said(law)!r} has to predict {len(prompts)} fresh prompts: {lost} lost, {len(prompts) - lost} found"
+        )
+        return steps, {"why": why, "law": law, "round": 1 + len(self.rounds), "prompts": prompts}
+
+    @staticmethod
+    def _worth(rows: pd.DataFrame, wanted: Mapping[str, int]) -> float:
+        needed = [wanted[side] > 0 for side in rows["expects"]]
+        return float((rows["information_bits"] + 0.02)[needed].sum())
+
+    def _said(self, law: str) -> str:
+        return str(self.fit.laws.get(law, law)) if isinstance(self.fit.laws, Mapping) else law
+
+
+def bounds_of(told: pd.DataFrame, space: Space) -> dict[tuple[str, str], float]:
+    """(arm, kind) -> upper 95 % bound of the loss rate in that condition; 1 where it was not asked. told: conditions."""
+    import numpy as np
+    from scipy.stats import beta
+
+    kind = np.select(
+        [told["after_abort"].astype(bool), told["turn"] > 1, 2 * told["cached"] >= told["length"], told["load"] > 1],
+        ["abort", "turn", "warm", "crowd"], "plain",
+    )  # fmt: skip
+    out = {}
+    for arm, one in space.conditions():
+        here = ((told["arm"] == arm) | (not arm)).to_numpy() & ((kind == one) | (not one))
+        lost = int(told["lost"].to_numpy()[here].sum())
+        out[arm, one] = float(beta.ppf(0.95, lost + 1, here.sum() - lost)) if here.sum() > lost else 1.0
+    return out
+
+
+def pace(rows: Sequence[Row] | Any) -> Callable[[Step], float]:
+    """Seconds that a step will take, from how long the requests so far took: a base each, and so much a token."""
+    import numpy as np
+
+    timed = [
+        ((r.get("prompt_tokens") or 0) - (r.get("cached_tokens") or 0), r["latency_s"])
+        for r in rows if r.get("latency_s") and (r.get("concurrency") or 1) == 1
+    ]  # fmt: skip
+    base, slope = 0.05, 1e-4
+    if len(timed) >= 8:
+        tokens, seconds = np.array(timed, float).T
+        slope = float(max(1e-9, np.polyfit(tokens, seconds, 1)[0])) if np.ptp(tokens) else 1e-9
+        base = float(max(1e-3, np.median(seconds - slope * tokens)))
+    return lambda one: base * one.requests + slope * one.tokens * (0.6 if one.kind == "warm" else 1.0)
+
+
+def _requests(steps: Sequence[Step]) -> int:
+    return sum(one.requests for one in steps)
+
+
+def _what(steps: Sequence[Step]) -> str:
+    """ "12 prompts around 4,000 tokens, warm"."""
+    lengths = sorted(n for one in steps for n, _, _ in one.prompts)
+    kinds = [one.kind for one in steps]
+    usual = max(set(kinds), key=kinds.count)
+    state = f", {STATES[usual]}" if usual in STATES and 2 * kinds.count(usual) > len(kinds) else ""
+    low, high, middle = lengths[0], lengths[-1], lengths[len(lengths) // 2]
+    near = f"around {round(middle, -2 if middle > 1000 else -1):,}" if high < 2 * low else f"of {low:,} to {high:,}"
+    return f"{_requests(steps)} requests {near} tokens{state}"
