@@ -1,4 +1,4 @@
-"""A posterior over a few laws of loss behind the names of `analysis.laws`: enough to drive an investigation in tests."""
+"""A posterior over a few laws of loss behind the names of `analysis.laws`: enough to drive an investigation."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     t = t[t["outcome"] != "transport"].reset_index(drop=True)
     length = t["prompt_tokens"].astype(float).fillna(t["target_tokens"])
     place = t["needle_token"].astype(float).fillna(t["depth"] * length)
-    return pd.DataFrame({
+    out = pd.DataFrame({
         "length": length, "place": place, "left": length - place, "cached": t["cached_tokens"].astype(float).fillna(0),
         "load": t["concurrency"].fillna(1), "order": np.arange(len(t)), "arm": t["arm"].fillna(""),
-        "turn": t["turn"].fillna(1), "after_abort": t["probe"].eq("abort"), "identity": t["seed"],
-        "trial_id": t["trial_id"], "lost": t["outcome"] != "exact",
+        "turn": t["turn"].fillna(1), "since_abort": np.where(t["probe"].eq("abort"), 1.0, np.inf),
+        "warm": t["cached_tokens"].astype(float) > 0, "lost": t["outcome"] != "exact", "kind": 0,
     })  # fmt: skip
+    out.attrs["rows"] = np.arange(len(t))
+    return out
 
 
 def _laws(t, arms, edges):
@@ -37,7 +39,7 @@ def _laws(t, arms, edges):
         "place above": ((col(p) > edges) & col(d > 128), 0.0, edges),
         "distance from the end above": (col(d) > edges, 0.0, edges),
         "warm, length above": (col(t.cached.values > 0) & (col(n) > np.r_[0, edges]), 0.0, [0, *edges]),
-        "after an abort, length above": (col(t.after_abort.values) & (col(n) > np.r_[0, edges]), 0.0, [0, *edges]),
+        "after an abort, length above": (col(t.since_abort.values <= 2) & (col(n) > np.r_[0, edges]), 0.0, [0, *edges]),
         "not in the last chunk of": (np.stack([p < (n - 1) // c * c for c in CHUNKS], 1), 0.0, CHUNKS),
         "in every second chunk": (
             np.stack([(p // c % 2 == r) & (n > c) for c in CHUNKS for r in (0, 1)], 1), -0.5,

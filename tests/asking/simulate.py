@@ -38,7 +38,7 @@ TRUTH = {  # name -> (laws that are right, arms, probability of a loss)
 
 
 def course(name: str, seed: int, *, requests: int = 300, **options) -> Course:
-    right, arms, chance = TRUTH[name]
+    _, arms, chance = TRUTH[name]
     r = np.random.default_rng(seed)
     space = space_for(["combined", "pd"][-arms:], window=32768, requests=requests, tokens=10**9, seed=seed)
     order = 0
@@ -82,7 +82,7 @@ if __name__ == "__main__":
         begin = time.perf_counter()
         found = [judged(name, 1000 + s) for s in range(runs)]
         wrong = sorted({f[3] for f in found if not f[0]})
-        bad = sum(f[1] and not f[0] for f in found)
-        print(f"{name:22} right {sum(f[0] for f in found)}/{runs}, sure {sum(f[1] for f in found)}, sure and wrong {bad}, "
+        sure, bad = sum(f[1] for f in found), sum(f[1] and not f[0] for f in found)
+        print(f"{name:22} right {sum(f[0] for f in found)}/{runs}, sure {sure}, sure and wrong {bad}, "
               f"requests {int(np.median([f[2] for f in found]))}, {(time.perf_counter() - begin) / runs:.1f} s a run; "
               f"{'; '.join(str(p) for p in found[0][4])} {found[0][5]} {wrong or ''}", flush=True)  # fmt: skip

@@ -1,7 +1,7 @@
 """What was foretold and what came: the trials that a law named before they were sent.
 
-A record of predictions is written before its prompts are sent:
-`{"record": "predictions", "round": 1, "law": "…", "prompts": [{"trial_id": "…", "p_loss": 0.97, "expects": "lost"}, …]}`.
+A record of predictions is written before its prompts are sent: `{"record": "predictions", "round": 1, "law": "…",
+"prompts": [{"trial_id": "…", "p_loss": 0.97, "expects": "lost"}, …]}`.
 `expects` is "lost" or "found": the side of the law on which the prompt lies; `p_loss` is the law's own chance of a loss
 there, so that a law of "one in five" is held to one in five.
 """
@@ -69,7 +69,7 @@ def judge(record: Mapping[str, Any], trials: pd.DataFrame) -> Judged:
     rows = trials[trials["trial_id"].isin(list(told)) & trials["outcome"].notna() & (trials["outcome"] != NOT_SENT)]
     lost = {str(i): outcome != "exact" for i, outcome in zip(rows["trial_id"], rows["outcome"], strict=True)}
     sides = [[(i, told[i][0]) for i in lost if told[i][1] is side] for side in (True, False)]
-    counts = [(sum(lost[i] for i, _ in side), len(side)) for side in sides]
+    counts = tuple((sum(lost[i] for i, _ in side), len(side)) for side in sides)
     inside, outside = (_chances(np.clip([p for _, p in side], SURE, 1 - SURE)) for side in sides)
     tails = [inside[: counts[0][0] + 1].sum(), inside[counts[0][0] :].sum(), outside[counts[1][0] :].sum()]
     cumulative = inside.cumsum()
@@ -77,11 +77,11 @@ def judge(record: Mapping[str, Any], trials: pd.DataFrame) -> Judged:
     wrong = [(p if expected else 1 - p, i) for side, expected in zip(sides, (True, False), strict=True)
              for i, p in side if lost[i] is not expected and (p > 0.5) is expected]  # fmt: skip
     enough = len(lost) >= max(2, 0.75 * len(told))
-    return Judged(
-        law, len(told), counts[0], counts[1], likely, float(min(1.0, 2 * min(tails))),
-        not sides[0] or float(np.mean([p for _, p in sides[0]])) > 0.6, tuple(i for _, i in sorted(wrong, reverse=True)),
-        (min(tails) >= DOUBT and (not counts[0][1] or counts[0][0] > 0)) if enough else None,
-    )  # fmt: skip
+    steady = not sides[0] or float(np.mean([p for _, p in sides[0]])) > 0.6
+    passed = bool(min(tails) >= DOUBT and (not counts[0][1] or counts[0][0] > 0))
+    broken = tuple(i for _, i in sorted(wrong, reverse=True))
+    p_value = float(min(1.0, 2 * min(tails)))
+    return Judged(law, len(told), *counts, likely, p_value, steady, broken, passed if enough else None)
 
 
 def last(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

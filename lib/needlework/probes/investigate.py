@@ -1,24 +1,38 @@
 """An investigation: a screen over the whole space, then the prompts that tell most, until one explanation is left.
 
-Each batch is chosen by the information it is expected to give about which law of loss holds, per second of the server's
-time. Before a law is believed it has to say what fresh prompts will do: that is written into the journal first, then they
-are sent. All that was decided stands in the journal's plan, so a stopped run goes on and a finished one is read back.
+Each batch is chosen by the information it is expected to give about which law of loss holds, per second of the
+server's time. Before a law is believed it has to say what fresh prompts will do: that is written into the journal, then
+they are sent. All that was decided stands in the journal's plan: a stopped run goes on, a finished one is read back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .asks import Row
-from .screen import Space, Step, again, candidates, screen, step
+from .abort import ROLES, interrupt
+from .bench.bench import Bench
+from .bench.budget import Budget, Limits
+from .bench.journal import Journal
+from .bench.trial import Confirm, Row, Stopped, Target, resolve
+from .screen import KINDS, Space, Step, again, candidates, screen, space_for, step
+from .turns import continued, resent
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from needlework.analysis import Diagnosis
     from needlework.analysis.predictions import Judged
+
+REQUESTS, QUICK_REQUESTS = 300, 100
+TOKENS = 3_000_000  # prompt tokens of a whole investigation where the window is huge
+EXCLUDE = 0.1  # loss rate that "healthy" excludes in every condition
 
 SURE, LIKELY = 0.95, 0.8  # share of one explanation at which it has to predict; at which the last requests go to that
 LEAST, LEAST_UNNAMED = 48, 150  # trials before a law, or the absence of one, is decided
@@ -29,8 +43,8 @@ RESERVE = 3 * PREDICTED  # requests kept for predictions
 ROUNDS = 2  # of predictions: a law that failed is mended once
 ALIKE_BITS = 0.004  # the best candidate tells less than this: what is left cannot be told apart from here
 UNNAMED = ("healthy", "unexplained")  # explanations that foretell no loss
-STATES = {"warm": "warm", "crowd": "in flight together", "turn": "in follow-up turns", "abort": "after dropped requests",
-          "again": "asked again"}  # fmt: skip
+STATES = {"warm": "warm", "crowd": "in flight together", "turn": "in follow-up turns", "again": "asked again",
+          "abort": "after dropped requests"}  # fmt: skip
 
 
 @dataclass
@@ -58,6 +72,7 @@ class Course:
     sent: int = 0
     fit: Any = None
     ended: str = ""
+    _since: Any = None  # requests since the last dropped one, by arm
 
     def run(self) -> None:
         """Ask until it is decided or the requests are used up; `ended` says which."""
@@ -68,6 +83,9 @@ class Course:
                 self._follow("predictions", lambda law=law: self._predictions(law))  # type: ignore[misc]
             elif not self.ended:
                 self._follow("chosen", self._choose)
+        self.record_end()
+
+    def record_end(self) -> None:
         end = {"record": "end", "why": self.ended, "requests": self.requests}
         if end not in [dict(r) for r in self.records]:
             self.record(end)
@@ -128,6 +146,7 @@ class Course:
         if not len(told):
             self.ended = "nothing was measured"
             return ""
+        self._since = told.groupby("arm")["since_abort"].last() + 1
         self.fit = laws.fit(told, stated=self.stated, window=self.space.highest)
         law = max(self.fit.shares, key=self.fit.shares.get)
         share, rounds = self.fit.shares[law], self.rounds
@@ -137,7 +156,7 @@ class Course:
             self.ended = f"the announced {self.requests} requests are used up"
         elif law in UNNAMED:
             worst = max(bounds_of(told, self.space).values())
-            if law == "healthy" and share > LIKELY and worst <= self.exclude:
+            if law == "healthy" and worst <= self.exclude:
                 self.ended = f"nothing is lost: more than {worst:.0%} is excluded in every condition"
             elif law != "healthy" and share > SURE and len(told) >= LEAST_UNNAMED:
                 self.ended = "no law explains what is lost"
@@ -151,12 +170,12 @@ class Course:
 
         from needlework.analysis import laws
 
-        rows = [(i, row) for i, one in enumerate(steps) for row in one.foreseen(self.space)]
-        asked = laws.conditions(pd.DataFrame([row for _, row in rows]))
-        asked["order"] = len(self.rows) + 1  # whatever is chosen is the next
-        told = self.fit.predict(asked).set_axis(range(len(rows)))
-        trial_ids = [row["trial_id"] for _, row in rows]
-        return told.assign(step=[i for i, _ in rows], trial_id=trial_ids, length=asked["length"].to_numpy())
+        rows = pd.DataFrame([{**row, "step": i} for i, one in enumerate(steps) for row in one.foreseen(self.space)])
+        asked = laws.conditions(rows)
+        rows = rows.loc[asked.attrs["rows"]]
+        asked["order"] = float(len(self.rows))  # whatever is chosen comes next
+        asked["since_abort"] = rows["since_abort"].fillna(rows["arm"].map(self._since)).to_numpy()
+        return self.fit.predict(asked).set_axis(rows.index).join(rows[["step", "trial_id"]])
 
     def _drawn(self, r: Random, count: int) -> list[Step]:
         return candidates(self.space, r, 1000 * (1 + len(self.decided)), count, self.done)
@@ -228,7 +247,7 @@ class Course:
         told.loc[told["p_loss"] <= min(0.15 * most, 0.05), "expects"] = "found"
         clear = told.groupby("step").filter(lambda rows: (rows["expects"] != "unsure").all())
         wanted = {"lost": min(MOST_PREDICTED, max(PREDICTED, round(4 / most))), "found": PREDICTED}
-        by_step = {i: rows for i, rows in clear.groupby("step")}
+        by_step = dict(list(clear.groupby("step")))
         order = list(by_step)
         r.shuffle(order)
         steps, parts = [], []
@@ -262,12 +281,13 @@ class Course:
 
 
 def bounds_of(told: pd.DataFrame, space: Space) -> dict[tuple[str, str], float]:
-    """(arm, kind) -> upper 95 % bound of the loss rate in that condition; 1 where it was not asked. told: conditions."""
+    """(arm, kind) -> upper 95 % bound of the loss rate there; 1 where it was not asked. told: conditions of trials."""
     import numpy as np
     from scipy.stats import beta
 
+    told = told[told["kind"] >= 0]
     kind = np.select(
-        [told["after_abort"].astype(bool), told["turn"] > 1, 2 * told["cached"] >= told["length"], told["load"] > 1],
+        [told["since_abort"] <= 2, told["turn"] > 1, told["warm"], told["load"] > 1],
         ["abort", "turn", "warm", "crowd"], "plain",
     )  # fmt: skip
     out = {}
@@ -307,3 +327,225 @@ def _what(steps: Sequence[Step]) -> str:
     low, high, middle = lengths[0], lengths[-1], lengths[len(lengths) // 2]
     near = f"around {round(middle, -2 if middle > 1000 else -1):,}" if high < 2 * low else f"of {low:,} to {high:,}"
     return f"{_requests(steps)} requests {near} tokens{state}"
+
+
+@dataclass(frozen=True)
+class Investigation:
+    """What was asked, why, what it says. `plan` are the reasons of each batch; `predictions` the laws that were held
+    against fresh prompts; `ended` says why it stopped, `finished` False that the same call goes on.
+    """
+
+    diagnosis: Diagnosis
+    trials: pd.DataFrame = field(repr=False)
+    plan: tuple[str, ...]
+    predictions: tuple[Judged, ...]
+    ended: str
+    finished: bool
+    warnings: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        state = f"Ended: {self.ended}." if self.finished else f"UNFINISHED: {self.ended}; the same command goes on."
+        held = [f"Predicted by {p.law!r}: {p}" for p in self.predictions]
+        return "\n".join(
+            [str(self.diagnosis), "", *held, f"{len(self.trials)} trials in {len(self.plan)} batches. {state}"]
+        )
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        drawn = getattr(self.diagnosis, "_repr_html_", lambda: f"<pre>{escape(str(self.diagnosis))}</pre>")()
+        below = "".join(f"<p>{escape(line)}</p>" for line in str(self).split("\n\n")[-1].split("\n"))
+        why = "".join(f"<li>{escape(line)}</li>" for line in self.plan)
+        return f"{drawn}{below}<details><summary>What was asked, and why</summary><ol>{why}</ol></details>"
+
+
+def investigate(
+    targets: Target | Mapping[str, Target],
+    run: str | Path | None = None,
+    *,
+    requests: int | None = None,
+    quick: bool = False,
+    minutes: float | None = None,
+    exclude: float | None = None,
+    tokens: int = TOKENS,
+    window: int | None = None,
+    stated: Mapping[str, Any] | None = None,
+    evidence: Mapping[str, Any] | None = None,
+    known: pd.DataFrame | None = None,
+    seed: int = 0,
+    genre: str = "mixed",
+    needle: str = "digits5",
+    confirm: Confirm | None = None,
+    progress: bool | Callable[[], Any] | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Investigation:
+    """Find out which requests a deployment loses: ask where it tells most, then hold the answer against fresh prompts.
+
+    targets   an endpoint, URL or recorded run, or several by arm name: all get identical prompts, all are compared
+    requests  at most (default 300; quick: 100); minutes: of time; tokens: prompt tokens where the window is huge
+    exclude   the loss rate that "healthy" has to exclude, at 95 %, in every condition that the endpoint offers (0.1)
+    window    longest prompt in tokens, where the endpoint does not state its window
+    stated    sizes that the deployment tells; evidence: what was seen inside, as `analysis.diagnose` takes it
+    known     trials of earlier runs on the same deployment: they count, and are not asked again
+    confirm   called with the budget before the first request; say: told each decision
+
+    Raises RuntimeError when an endpoint does not answer at all, Stopped when the budget is not confirmed, ValueError
+    when the folder `run` holds another investigation or a limit leaves nothing to ask.
+    """
+    arms = dict(targets) if isinstance(targets, Mapping) else {"single": targets}
+    if not arms:
+        raise ValueError("name at least one deployment to investigate")
+    if exclude is not None and not 0 < exclude < 1:
+        raise ValueError("exclude is a loss rate between 0 and 1, such as 0.05")
+    recorded = [found for target in arms.values() if (found := resolve(target)[1]) is not None]
+    journal = recorded[0].journal if recorded else Journal(run)
+    try:
+        old = next((r for r in journal.records if r.get("record") == "screen"), None)
+        conditions = len(arms) * len(KINDS) if len(arms) <= 2 else len(arms) + len(KINDS)
+        most = requests or (QUICK_REQUESTS if quick else REQUESTS)
+        if exclude and not requests:  # so many have to pass in each condition
+            most = max(most, round(1.3 * conditions * math.log(0.05) / math.log(1 - exclude)))
+        done = next((r for r in journal.records if r.get("record") == "end" and r["requests"] >= most), None)
+        if recorded or done:
+            return _read_back(journal, evidence, known)
+        if most < 12 * len(arms):
+            raise ValueError(
+                f"{most} requests tell nothing of {len(arms)} deployments; allow {12 * len(arms)} at least"
+            )
+        shared = {"seed": seed, "genre": genre, "needle": needle}
+        space = space_for(list(arms), window=window, requests=most, tokens=tokens, **shared)
+        if old is not None:
+            space = Space.from_dict(old["space"])
+            if (space.arms, space.seed) != (tuple(arms), seed):
+                raise ValueError(
+                    f"this folder holds an investigation of {', '.join(space.arms)} with seed {space.seed}; go on with "
+                    "that, or use another folder"
+                )
+        held = sum(s.requests for s in _written(journal.records) if _held(journal, space, s))
+        budget = _budget(space, most - held, tokens)
+        if confirm is not None and not confirm(budget):
+            raise Stopped("not confirmed; nothing was sent")
+        hands = _Hands(arms, journal, budget, Limits(minutes=minutes), progress)
+        try:
+            if old is None and window is None:
+                told = [n for bench in hands.benches.values() if (n := bench.capabilities.max_model_len)]
+                window = min(told, default=None)
+                space = space_for(list(arms), window=window, requests=most, tokens=tokens, **shared)
+            hands.space = space
+            course = Course(
+                space, hands, journal.decide, tuple(journal.records), _others(journal, space, known), most,
+                exclude or EXCLUDE, stated, say or (lambda sentence: None),
+            )  # fmt: skip
+            try:
+                course.run()
+            except Stopped as reason:
+                course.ended = str(reason)
+                if "minutes" in course.ended:  # as announced
+                    course.record_end()
+            return _result(journal, evidence, known, course.ended, tuple(hands.first.warnings))
+        finally:
+            hands.close()
+    finally:
+        if not recorded:
+            journal.close()
+
+
+class _Hands:
+    """Sends steps: a bench for each arm, one journal, the first arm builds the prompts of all."""
+
+    def __init__(
+        self, arms: Mapping[str, Target], journal: Journal, budget: Budget, limits: Limits, progress: Any
+    ):  # fmt: skip
+        self.benches: dict[str, Bench] = {}
+        self.space: Space | None = None
+        for arm, target in arms.items():
+            more = {"builder": self.first} if self.benches else {"limits": limits, "progress": progress}
+            self.benches[arm] = Bench(target, None, probe="ask", arm=arm, journal=journal, **more)  # type: ignore[arg-type]
+        calibration = 2 * len(arms)
+        self.first.meter.announce(Budget(budget.requests + calibration, budget.prompt_tokens + 2000 * calibration))
+        self.first.planned = budget.requests
+        self._seconds: Callable[[Step], float] = pace(())
+        self._rows: list[Row] = []
+
+    @property
+    def first(self) -> Bench:
+        return next(iter(self.benches.values()))
+
+    def __call__(self, one: Step) -> list[Row]:
+        rows: list[Row] = []
+        assert self.space is not None
+        for arm in one.arms:
+            bench = self.benches[arm]
+            waves = one.waves(self.space, arm)
+            if one.kind == "abort":
+                group = dict(zip(("victim", *ROLES), waves[0], strict=True))
+                for a in waves[0]:
+                    bench.remember(a)
+                if not bench.holds(group["victim"]):
+                    bench.run(
+                        interrupt(bench, group, self._seconds(Step("plain", 0, ("",), one.prompts)), "disconnect")
+                    )
+                rows += bench.ask(waves[0])
+            elif one.kind == "turn":
+                (first,), (second,) = waves
+                (told,) = bench.ask([first], prepare=functools.partial(continued, bench.count))
+                rows += [told, *bench.ask([second], prepare=resent(json.loads(told.get("history") or "[]")))]
+            else:
+                for wave in waves:
+                    rows += bench.ask(wave, concurrency=len(wave))
+        self._rows += rows
+        if len(self._rows) < 100 or not len(self._rows) % 10:
+            self._seconds = pace(self._rows)
+        return rows
+
+    def close(self) -> None:
+        for bench in reversed(self.benches.values()):
+            bench.close()
+
+
+def _budget(space: Space, requests: int, tokens: int) -> Budget:
+    mean = (space.highest - space.lowest) / math.log(space.highest / space.lowest)
+    expected = requests * mean
+    return Budget(max(0, requests), round(max(expected, min(2 * expected, tokens))))
+
+
+def _written(records: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+    for record in records:
+        yield from (Step.from_dict(s) for s in record.get("steps", ()))
+
+
+def _held(journal: Journal, space: Space, one: Step) -> bool:
+    return all(a.trial_id in journal.rows for arm in one.arms for wave in one.waves(space, arm) for a in wave)
+
+
+def _others(journal: Journal, space: Space, known: pd.DataFrame | None) -> pd.DataFrame | None:
+    """Trials of other instruments in this folder, and those that the caller knows."""
+    from needlework.analysis import concat
+
+    own = {a.trial_id for s in _written(journal.records) for arm in s.arms for w in s.waves(space, arm) for a in w}
+    found = journal.frame([i for i, row in journal.rows.items() if i not in own and row.get("probe") != "calibration"])
+    tables = [t for t in (known, found) if t is not None and len(t)]
+    return concat(tables) if tables else None
+
+
+def _read_back(journal: Journal, evidence: Mapping[str, Any] | None, known: pd.DataFrame | None) -> Investigation:
+    end = [r for r in journal.records if r.get("record") == "end"]
+    ended = str(end[-1].get("why", "")) if end else f"{len(journal.rows)} trials were recorded before it stopped"
+    return _result(journal, evidence, known, ended, ())
+
+
+def _result(
+    journal: Journal, evidence: Mapping[str, Any] | None, known: Any, ended: str, warnings: tuple[str, ...]
+) -> Investigation:
+    from needlework.analysis import concat, diagnose
+    from needlework.analysis.predictions import judge
+
+    trials = journal.frame([i for i, row in journal.rows.items() if row.get("probe") != "calibration"])
+    trials = trials.sort_values("time", kind="stable", ignore_index=True)
+    made = [r for r in journal.records if r.get("record") == "predictions"]
+    whole = trials if known is None or not len(known) else concat([known, trials])
+    diagnosis = diagnose(whole, evidence, predictions=made)
+    plan = tuple(str(r["why"]) for r in journal.records if r.get("why") and r.get("record") != "end")
+    finished = any(r.get("record") == "end" for r in journal.records) or not journal.records
+    held = tuple(judge(r, trials) for r in made)
+    return Investigation(diagnosis, whole, plan, held, ended, finished, warnings)

@@ -15,9 +15,9 @@ from typing import Any
 
 from .abort import ROLES
 from .abort import ask_of as abort_ask
-from .asks import Ask, Row, with_seed
-from .controls import control_asks
-from .specs import PromptSpec
+from .bench.bench import control_asks
+from .bench.prompts import PromptSpec
+from .bench.trial import Ask, Row, with_seed
 from .turns import MODES, REPLY_TOKENS, TALK_TOKENS
 
 SHORTEST_TOKENS, LEAST_TOKENS = 300, 128  # of the shortest prompts, and where the window itself is small
@@ -46,6 +46,15 @@ class Space:
     seed: int = 0
     genre: str = "mixed"
     needle: str = "digits5"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Space:
+        """The space of a record; raises ValueError when it is none."""
+        try:
+            several = {name: tuple(data[name]) for name in ("arms", "kinds", "crowds")}
+            return cls(**{**data, **several})
+        except (KeyError, TypeError):
+            raise ValueError("the journal's plan holds no space that can be read; use another folder") from None
 
     def spec(self, step: Step, i: int) -> PromptSpec:
         """The `i`-th prompt of a step: the same bytes for every arm."""
@@ -157,6 +166,7 @@ def _foreseen(a: Ask) -> Row:
         "cached_tokens": max(0, cached), "cache": a.cache, "wanted_cache": a.cache, "turn": a.turn, "label": a.label,
         "concurrency": a.concurrency, "seed": of.seed, "repeat": a.repeat, "send": a.send, "control": "",
         "expected": "0", "outcome": "exact",
+        "since_abort": float(ROLES.index(role)) if (role := a.label.split("/")[0]) in ROLES else None,
     }  # fmt: skip
 
 
@@ -222,8 +232,8 @@ def screen(space: Space, size: int = 1) -> list[Step]:
     """
     r = Random(f"screen/{space.seed}")
     arms = len(space.arms)
-    counts = {"plain": round(max(16 / arms, 6) * size), "warm": max(2, round(5 * size)), "crowd": max(2, round(3 * size)),
-              "turn": max(1, round(2 * size)), "abort": max(1, round(2 * size))}  # fmt: skip
+    usual = {"plain": max(16 / arms, 6), "warm": 5, "crowd": 3, "turn": 2, "abort": 2}
+    counts = {kind: max(1, round(n * size)) for kind, n in usual.items()}
     wanted = [kind for kind in space.kinds for _ in range(counts[kind] * max(1, arms // 2 if kind == "plain" else 1))]
     lengths = [(i + r.random()) / len(wanted) for i in range(len(wanted))]
     r.shuffle(lengths)

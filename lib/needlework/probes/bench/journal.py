@@ -1,10 +1,10 @@
 """The journal of a run: append-only, content-addressed, safe against SIGKILL.
 
-`run/` holds manifest.json (what was measured and how), trials.jsonl (one line a finished trial) and counts.jsonl (token
-counts by content hash). A line is written by one write call after the answer was graded, so a kill loses at most what
-was in flight; a torn last line is set aside on the next open. `trial_id` is the hash of what was asked, so a resumed
-run finds what it already knows and sends only the rest. Rows of outcome `transport` are kept and retried: of one trial
-the last row counts.
+`run/` holds manifest.json (what was measured and how), trials.jsonl (one line a finished trial), counts.jsonl (token
+counts by content hash) and, of an investigation, plan.jsonl (what was decided, each line before it was acted on). A
+line is written by one write call after the answer was graded, so a kill loses at most what was in flight; a torn last
+line is set aside on the next open. `trial_id` is the hash of what was asked, so a resumed run finds what it already
+knows and sends only the rest. Rows of outcome `transport` are kept and retried: of one trial the last row counts.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Journal:
         self.read_only = read_only
         self.rows: dict[str, dict[str, Any]] = {}
         self.counts: dict[str, int] = {}
+        self.records: list[dict[str, Any]] = []  # decisions of an investigation, in order
         self.manifest: dict[str, Any] = {}
         self.lines = 0
         self.torn = 0
@@ -78,13 +79,15 @@ class Journal:
                 raise ValueError(f"{self.path.name} was written by a newer needlework; update this one")
         trials, torn_trial = self._load("trials.jsonl", "trial_id")
         counts, torn_count = self._load("counts.jsonl", "sha")
+        self.records, torn_record = self._load("plan.jsonl", "record")
         for row in trials:
             self.rows[row["trial_id"]] = row
             self.lines += 1
         for row in counts:
             if isinstance(row.get("count"), int):
                 self.counts[row["sha"]] = row["count"]
-        if not self.read_only:  # only now, when both files were read, is a torn end set aside
+        if not self.read_only:  # only now, when all files were read, is a torn end set aside
+            self._mend("plan.jsonl", "record", torn_record)
             self._mend("trials.jsonl", "trial_id", torn_trial)
             self._mend("counts.jsonl", "sha", torn_count)
 
@@ -112,6 +115,11 @@ class Journal:
         self._write("trials.jsonl", row)
         self.rows[row["trial_id"]] = row
         self.lines += 1
+
+    def decide(self, record: dict[str, Any]) -> None:
+        """Add a decision (its kind under "record"); on disk before this returns."""
+        self._write("plan.jsonl", record)
+        self.records.append(record)
 
     def count(self, sha: str) -> int | None:
         return self.counts.get(sha)

@@ -1,0 +1,172 @@
+"""An investigation of endpoints whose loss is known: what is asked, what is foretold, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import needlework.analysis as analysis
+import prototype_laws
+import pytest
+from mock_endpoint import mock_endpoint
+from needlework.analysis.predictions import judge
+from needlework.probes.bench.trial import Stopped
+from needlework.probes.investigate import investigate
+from needlework.serving import Endpoint
+from simulate import course, judged
+
+
+@dataclass(frozen=True)
+class Found:
+    law: str
+    foretold: int
+
+    def __str__(self) -> str:
+        return self.law
+
+
+@pytest.fixture(autouse=True)
+def few_laws(monkeypatch):
+    monkeypatch.setitem(sys.modules, "needlework.analysis.laws", prototype_laws)
+    monkeypatch.setattr(analysis, "laws", prototype_laws, raising=False)
+
+    def diagnose(trials, evidence=None, *, predictions=None):
+        fit = prototype_laws.fit(prototype_laws.conditions(trials))
+        return Found(next(iter(fit.shares)), len(predictions or ()))
+
+    monkeypatch.setattr(analysis, "diagnose", diagnose, raising=False)
+
+
+def beyond_3000(n, place, cached, ordinal):
+    return n > 3000
+
+
+def test_an_edge_is_found_foretold_and_read_back(tmp_path):
+    with mock_endpoint(lose=beyond_3000) as mock:
+        endpoint = Endpoint(mock.base_url)
+        found = investigate(endpoint, tmp_path / "run", window=8192, requests=160)
+        assert found.diagnosis.law == "length above" and found.finished and found.diagnosis.foretold
+        assert found.predictions[-1].passed and found.predictions[-1].as_predicted >= 22
+        assert len(found.trials) <= 160 and found.trials["prompt_tokens"].astype(int).mod(64).nunique() > 24
+        sent = len(mock.chats)
+        again = investigate(endpoint, tmp_path / "run", window=8192, requests=160, confirm=lambda budget: 1 / 0)
+        assert len(mock.chats) == sent and str(again) == str(found)
+
+
+def test_a_stopped_investigation_says_so_and_goes_on_as_if_it_had_not(tmp_path):
+    with mock_endpoint(lose=beyond_3000) as mock:
+        endpoint, run = Endpoint(mock.base_url), tmp_path / "run"
+        part = investigate(endpoint, run, window=8192, requests=160, say=Impatient(1))
+        assert not part.finished and "UNFINISHED" in str(part)
+        sent = len(mock.chats)
+        budgets = []
+        found = investigate(endpoint, run, window=8192, requests=160, confirm=lambda b: budgets.append(b) or True)
+        assert found.finished and budgets[0].requests <= 160 - sent + 5
+        plan = [json.loads(line) for line in (run / "plan.jsonl").read_text().splitlines()]
+        assert [r["record"] for r in plan].count("screen") == 1 and plan[-1]["record"] == "end"
+    rows = found.trials
+    assert rows["trial_id"].is_unique
+
+
+class Impatient:
+    """Stops at the n-th decision, as a limit does."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, sentence):
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped("somebody pulled the plug")
+
+
+def test_nothing_is_sent_before_the_budget_is_confirmed(tmp_path):
+    with mock_endpoint() as mock:
+        with pytest.raises(Stopped, match="nothing was sent"):
+            investigate(Endpoint(mock.base_url), tmp_path / "run", confirm=lambda budget: False)
+        assert not mock.requests
+
+
+def test_arms_get_the_same_bytes_and_a_folder_of_other_arms_is_refused(tmp_path):
+    with mock_endpoint() as whole, mock_endpoint(lose=beyond_3000) as split:
+        arms = {"combined": Endpoint(whole.base_url), "pd": Endpoint(split.base_url)}
+        found = investigate(arms, tmp_path / "run", window=8192, requests=160)
+        assert found.diagnosis.law == "pd only: length above"
+        both = found.trials[found.trials["label"] == "plain"].groupby("seed")["prompt_sha"].agg(["nunique", "count"])
+        assert (both["nunique"] == 1).all() and (both["count"] == 2).sum() >= 6
+        with pytest.raises(ValueError, match="an investigation of combined, pd with seed 0; go on with that"):
+            investigate({"single": arms["pd"]}, tmp_path / "run", window=8192, requests=400)
+
+
+def test_predictions_stand_in_the_journal_before_their_prompts_are_sent():
+    order = []
+    one = course("edge 4096", 3, record=lambda entry: order.append(entry))
+    send = one.ask
+    one.ask = lambda step: order.append(step) or send(step)
+    one.run()
+    at = next(i for i, entry in enumerate(order) if isinstance(entry, dict) and entry["record"] == "predictions")
+    told = {p["trial_id"] for p in order[at]["prompts"]}
+    asked = [
+        {row["trial_id"] for row in step.foreseen(one.space)} & told for step in order[:at] if hasattr(step, "kind")
+    ]
+    assert len(told) >= 24 and not any(asked), "fresh prompts"
+    assert {p["expects"] for p in order[at]["prompts"]} == {"lost", "found"}
+    assert one.ended == "the law has predicted"
+
+
+def test_a_law_that_foretells_wrongly_is_refuted():
+    """The law holds while it is found out and not when it is tested: the verdict must not be the law."""
+    one = course("edge 4096", 3)
+    send = one.ask
+
+    def ask(step):
+        rows = send(step)
+        if any(r["record"] == "predictions" for r in one.decided) or one.sent > 62:
+            for row in rows:
+                row["outcome"] = "exact"
+        return rows
+
+    one.ask = ask
+    one.run()
+    assert one.ended == "a prediction failed" and one.rounds[-1].passed is False and one.rounds[-1].broken
+    assert "refuted" in str(one.rounds[-1])
+
+
+@pytest.mark.parametrize("name", ["place 4096", "warm 2048", "pd last chunk 8192", "from 100 on"])
+def test_a_planted_law_is_found_in_a_hundred_requests(name):
+    right, sure, requests, law, _, ended = judged(name, 1001)
+    assert right and sure and requests <= 150, (law, requests, ended)
+
+
+def test_healthy_ends_when_every_condition_is_bounded():
+    one = course("healthy", 5)
+    one.run()
+    assert one.ended.startswith("nothing is lost: more than") and 150 <= one.sent <= 300
+
+
+def prediction(p, expects, n, start=0):
+    return [{"trial_id": str(start + i), "p_loss": p, "expects": expects} for i in range(n)]
+
+
+def came(outcomes):
+    import pandas as pd
+
+    return pd.DataFrame({"trial_id": [str(i) for i in range(len(outcomes))], "outcome": outcomes})
+
+
+@pytest.mark.parametrize(
+    ("p", "lost", "passed"), [(0.95, 12, True), (0.95, 11, True), (0.95, 6, False), (0.2, 2, True), (0.2, 0, False),
+                              (0.2, 9, False), (0.95, 0, False)],
+)  # fmt: skip
+def test_a_law_is_held_to_its_own_rate(p, lost, passed):
+    record = {"law": "x", "prompts": prediction(p, "lost", 12) + prediction(0.01, "found", 12, 12)}
+    found = judge(record, came(["refusal"] * lost + ["exact"] * (24 - lost)))
+    assert found.passed is passed
+
+
+def test_what_was_not_answered_predicts_nothing():
+    record = {"law": "x", "prompts": prediction(0.9, "lost", 12) + prediction(0.01, "found", 12, 12)}
+    assert judge(record, came(["transport"] * 12 + ["exact"] * 12)).passed is None
+    with pytest.raises(ValueError, match="names no law"):
+        judge({"prompts": []}, came([]))
