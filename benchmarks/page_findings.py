@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from needlework.pages import LAYOUTS, compare, diagnose, identify
-from needlework.pages.inspect import NONE
+from needlework.pages.findings import NONE
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 

@@ -222,7 +222,7 @@ if incident == "context-loss":
 # `pool.get_index_k_with_scale_buffer(layer)` for indexer keys and `pool.get_extra_key_buffer(layer)` for compressed ones; page ids
 # are `req_to_token[request, :length:256] // 256`. vLLM, in one process: `static_forward_context[layer_name].kv_cache` and the
 # scheduler's `get_block_ids(request_id)`. Save with `pages.write_dump`, read with
-# `needlework pages compare prefill.bin decode.bin`. The details, with sources, are in the documentation of `needlework.pages.io`.
+# `needlework pages compare prefill.bin decode.bin`. The details, with sources, are in the documentation of `needlework.pages.dumps`.
 #
 # ## What we found
 #

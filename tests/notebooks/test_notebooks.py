@@ -26,7 +26,9 @@ SKIPS = tomllib.loads((Path(__file__).parent / "skips.toml").read_text()).get("s
 # `needlework run` executes all, and `test_outputs_are_not_stale` reads the stamps that it leaves.
 AGAIN = ("00_start_here", "01_collect_evidence")
 MACHINE = re.compile(r"/(?:home|Users|work|farm|tmp)/\w|\blocalhost:\d{4,5}|0x[0-9a-f]{9,}")
-MODULES = re.compile(r"\b(?:needlework|pages|probes|workbook)(?:\.[a-z_]+)+")  # `needlework.pages.io` is no host name
+MODULES = re.compile(
+    r"\b(?:needlework|pages|probes|workbook)(?:\.[a-z_]+)+"
+)  # `needlework.pages.dumps` is no host name
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

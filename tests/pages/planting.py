@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from needlework.pages import LAYOUTS, Layout, page_digests
-from needlework.pages.shifts import as_rows
+from needlework.pages.findings import as_rows
 from torch import Tensor
 
 KINDS = (

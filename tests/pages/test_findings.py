@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from needlework.pages import LAYOUTS, compare, compare_dumps, diagnose, identify, page_digests
-from needlework.pages.findings import MEANINGS
-from needlework.pages.inspect import NONE
-from needlework.pages.io import Dump
+from needlework.pages.dumps import Dump
+from needlework.pages.findings import MEANINGS, NONE
 
 from . import journeys, planting
 

@@ -11,7 +11,6 @@ _HOMES = {
     "OUTCOMES": "trials",
     "NO_MEASUREMENT": "trials",
     "load_trials": "trials",
-    "write_csv": "trials",
     "hits": "trials",
     "wilson": "intervals",
     "jeffreys": "intervals",

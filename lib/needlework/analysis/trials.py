@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from needlework import spreadsheet
-
 COLUMNS = [
     "trial_id",
     "run",
@@ -159,18 +157,6 @@ def load_trials(path: str | Path) -> pd.DataFrame:
     return frame
 
 
-def write_csv(trials: pd.DataFrame, path: str | Path) -> None:
-    """Writes a CSV that a spreadsheet can open safely: text that would run as a formula gets a leading apostrophe.
-
-    `load_trials` takes the apostrophe off again.
-    """
-    safe = trials.copy()
-    for name in safe.columns:
-        if not pd.api.types.is_numeric_dtype(safe[name]):
-            safe[name] = safe[name].map(spreadsheet.quoted)
-    safe.to_csv(path, index=False)
-
-
 def hits(trials: pd.DataFrame) -> pd.Series:
     """1.0 for a hit, 0.0 for a miss, NaN for no measurement; float64, aligned with the table.
 
@@ -272,7 +258,7 @@ def _delimited(path: Path, separator: str) -> pd.DataFrame:
                         f"{path.name} line {reader.line_num} has {len(row)} fields, "
                         f"the header has {len(header)}; mend that line"
                     )
-                rows.append([spreadsheet.unquoted(cell) or None for cell in row])
+                rows.append([cell or None for cell in row])
     except UnicodeDecodeError as error:
         raise ValueError(f"{path.name} is not UTF-8 text (byte {error.start}); convert it first") from None
     except csv.Error as error:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .io import Dump, read, write_dump
+from .dumps import Dump, page_digests, read, write_dump
 from .layouts import LAYOUTS, Field, Layout, layout_of
 
 if TYPE_CHECKING:
-    from .digests import page_digests
-    from .findings import diagnose
-    from .inspect import identify
+    from .findings import diagnose, identify
     from .transfer import compare, compare_dumps
 
 __all__ = [
@@ -33,8 +31,7 @@ _HOMES = {
     "compare": "transfer",
     "compare_dumps": "transfer",
     "diagnose": "findings",
-    "identify": "inspect",
-    "page_digests": "digests",
+    "identify": "findings",
 }
 
 

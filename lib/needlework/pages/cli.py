@@ -6,15 +6,13 @@ Exit status: 0 nothing found (identify: a layout was found), 1 findings (identif
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import replace
 
 import pandas as pd
 
-from needlework import spreadsheet
-
-from .findings import diagnose
-from .inspect import NONE, identify
-from .io import Dump, read
+from .dumps import Dump, read
+from .findings import NONE, diagnose, identify
 from .layouts import LAYOUTS
 from .transfer import compare_dumps
 
@@ -70,8 +68,8 @@ def _load(path: str, args: argparse.Namespace) -> list[Dump]:
 
 
 def _print(table: pd.DataFrame, csv: bool) -> None:
-    if csv:
-        print(table.map(spreadsheet.quoted).to_csv(index=False), end="")
+    if csv:  # text that a spreadsheet would run as a formula gets a leading apostrophe
+        print(table.replace(re.compile("^(?=[=+@'\t\r-])"), "'").to_csv(index=False), end="")
     elif len(table):
         with pd.option_context("display.max_colwidth", None, "display.width", None):
             print(table.to_string(index=False, max_rows=200))

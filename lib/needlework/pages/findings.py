@@ -1,24 +1,32 @@
-"""diagnose: what is wrong with a pool, page by page and entry by entry, judged from its bytes alone.
+"""What is wrong with a pool, page by page and entry by entry, and which layout explains unlabelled bytes.
 
-With more evidence it sees more: `live` says which entries a request wrote (others may hold anything), `before` is the
-same pool as it was dumped before the request ran (what is unchanged is stale), `digests` are what `page_digests` gave
-where the pages came from (swapped, repeated and foreign pages; with digests of entries also a few changed bytes).
+A public writer leaves a signature: a scale never falls under its floor, and the largest code of a group is the format's
+largest (plain scale) or lies in its upper half (power-of-two scale), unless the floor set the scale. Random bytes,
+another layout or a shifted block do not keep it. `marks` computes these facts once for a whole pool.
+
+With more evidence `diagnose` sees more: `live` says which entries a request wrote (others may hold anything), `before`
+is the same pool as it was dumped before the request ran (what is unchanged is stale), `digests` are what `page_digests`
+gave where the pages came from (swapped, repeated and foreign pages; with digests of entries also a few changed bytes).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pandas as pd
 import torch
 from torch import Tensor
 
-from . import shifts
-from .digests import from_digests, page_digests, runs
-from .inspect import Marks, entry_bytes, floors, marks
-from .layout import Layout
-from .layouts import LAYOUTS, layout_of
+from . import formats
+from .dumps import ENTRY_HEX, PAGE_HEX, entry_digest, page_digests
+from .layouts import LAYOUTS, Layout, layout_of
+
+ABSURD_SCALE = 2.0**16  # normalised keys stay near 1; with 448 codes this scale means values beyond 29 million
+NONE = "none of these"
+PAGE_TOKENS = (64, 256, 128, 32, 16, 2)
 
 COLUMNS = ["name", "severity", "page", "slot", "slot_last", "field", "sentence"]
 
@@ -110,7 +118,7 @@ def _row(name: str, page: int, detail: str = "", slot: int = -1, slot_last: int 
 def _from_before(rows, settled, raw, layout, page_tokens, live, facts, *, before, **_) -> None:
     if before is None:
         return
-    same = (entry_bytes(raw, layout, page_tokens) == entry_bytes(before.cpu(), layout, page_tokens)).all(-1)
+    same = (layout.entry_bytes(raw, page_tokens) == layout.entry_bytes(before.cpu(), page_tokens)).all(-1)
     same &= live & ~facts.empty & ~settled[:, None]
     for page in same.any(-1).nonzero().flatten().tolist():
         whole = bool((same[page] == live[page]).all())
@@ -159,7 +167,7 @@ def _shapes(rows, settled, raw, layout: Layout, page_tokens, live, facts: Marks,
         if rival:
             rows.append(_row(rival[0], page, rival[1]))
             settled[page] = True
-    for page, shift, detail in shifts.shifted(raw, layout, page_tokens, written & ~settled[:, None], facts):
+    for page, shift, detail in shifted(raw, layout, page_tokens, written & ~settled[:, None], facts):
         rows.append(_row("scale-shifted", page, f"scales lie {shift:+d} slots from their codes ({detail})"))
         settled[page] = True
     if layout["codes"].format == "e4m3fn":
@@ -176,7 +184,7 @@ def _share(facts: Marks, written: Tensor) -> Tensor:
 
 def _other_shape(page: Tensor, layout: Layout, page_tokens: int, written: Tensor) -> tuple[str, str] | None:
     rivals: list[tuple[str, Layout, str]] = []
-    rows = shifts.as_rows(layout)
+    rows = as_rows(layout)
     if rows is not None:
         detail = f"{layout.token_bytes}-byte rows explain it"
         rivals.append(("row-format", rows, detail))
@@ -203,7 +211,7 @@ def _doubled(raw, layout: Layout, page_tokens: int, written: Tensor, facts: Mark
         if bool((facts.scale[page][silent[page]] == fnuz).all()):
             yield page, "a zero entry carries the smallest scale of a FNUZ writer (1e-4/224)"
             written[page] = False
-    size, spread, enough = shifts.page_sizes(raw, layout, page_tokens, written, facts)
+    size, spread, enough = page_sizes(raw, layout, page_tokens, written, facts)
     if int(enough.sum()) < 4:
         return
     centre = size[enough].median()
@@ -218,7 +226,7 @@ def _doubled(raw, layout: Layout, page_tokens: int, written: Tensor, facts: Mark
 
 
 def _repeats(rows, settled, raw, layout, page_tokens, live, facts: Marks, **_) -> None:
-    content = entry_bytes(raw, layout, page_tokens) * live[..., None]
+    content = layout.entry_bytes(raw, page_tokens) * live[..., None]
     first_seen: dict[bytes, int] = {}
     for page in (~settled).nonzero().flatten().tolist():
         if int(live[page].sum()) < 2:
@@ -280,4 +288,332 @@ def _padding(rows, settled, raw, layout: Layout, page_tokens: int) -> None:
                 rows.append(_row("padding-touched", page, f"{count} of {content.shape[1]} bytes", field=field))
 
 
-__all__ = ["COLUMNS", "MEANINGS", "diagnose", "page_digests", "runs"]
+# ---- digests ---------------------------------------------------------------------------------------------------------
+
+
+def runs(mask: Tensor) -> list[tuple[int, int]]:
+    """First and last index of each run of True in a bool [n]."""
+    edge = torch.diff(mask.int(), prepend=torch.zeros(1, dtype=torch.int32), append=torch.zeros(1, dtype=torch.int32))
+    starts, ends = (edge == 1).nonzero().flatten().tolist(), (edge == -1).nonzero().flatten().tolist()
+    return [(a, b - 1) for a, b in zip(starts, ends, strict=True)]
+
+
+def from_digests(
+    settled: Tensor, raw: Tensor, layout: Layout, page_tokens: int, live: Tensor, facts: Marks,
+    digests: Sequence[str] | None,
+) -> Iterator[tuple]:  # fmt: skip
+    """(name, page, detail[, first slot, last slot]) for each page that is not the recorded one; it becomes settled."""
+    if digests is None:
+        return
+    wanted = [digest[:PAGE_HEX] for digest in digests]
+    found = page_digests(raw, layout, page_tokens, live)
+    where = {digest: page for page, digest in enumerate(wanted)}
+    for page, digest in enumerate(found):
+        if digest == wanted[page] or settled[page] or facts.empty[page][live[page]].any():
+            continue
+        origin = where.get(digest)
+        if origin is None:
+            if not bool(facts.lawful[page][live[page]].all()):
+                continue  # damaged rather than foreign: the entries will say how
+            changed = _changed(raw[page : page + 1], layout, page_tokens, live[page], digests[page][PAGE_HEX:])
+            if changed is None:
+                yield "stale", page, "or changed in place: its digest is not the one recorded and no other page's"
+            elif 2 * int(changed.sum()) > int(live[page].sum()):
+                yield (
+                    "stale",
+                    page,
+                    f"{int(changed.sum())} of {int(live[page].sum())} entries are not the recorded ones",
+                )
+            else:
+                for first, last in runs(changed):
+                    yield "changed", page, "", first, last
+        elif found[origin] == wanted[page]:
+            yield "swapped-pages", page, f"it holds page {origin} and page {origin} holds it"
+        else:
+            yield "repeated-page", page, f"it holds page {origin}"
+        settled[page] = True
+
+
+def _changed(page: Tensor, layout: Layout, page_tokens: int, live: Tensor, recorded: str) -> Tensor | None:
+    """bool [page_tokens]: live entries that are not the recorded ones; None where entries were not recorded."""
+    if len(recorded) != ENTRY_HEX * page_tokens:
+        return None
+    content = layout.entry_bytes(page, page_tokens)[0].contiguous()
+    differs = [
+        bool(live[slot]) and entry_digest(content[slot]) != recorded[ENTRY_HEX * slot : ENTRY_HEX * (slot + 1)]
+        for slot in range(page_tokens)
+    ]
+    return torch.tensor(differs)
+
+
+# ---- facts of each scale group ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Facts about a pool; all bool. Group marks are [pages, P, groups], entry marks [pages, P]."""
+
+    scale: Tensor  # float32 [pages, P, groups]: decoded scales
+    zero: Tensor  # scale bytes are zero (an exponent byte of 0 counts: no writer stores it)
+    negative: Tensor
+    denormal: Tensor
+    absurd: Tensor  # NaN, infinite or above ABSURD_SCALE
+    below: Tensor  # positive and normal, but under the writer's floor
+    uneven: Tensor  # not a power of two although the layout's scales are
+    nan: Tensor  # the group holds a NaN code
+    silent: Tensor  # every code of the group is zero
+    free: Tensor  # the scale is a floor, or too coarse: the codes may be small
+    misfit: Tensor  # the codes do not reach the range that a writer's scale gives
+    empty: Tensor  # entry: all bytes zero
+    poison: Tensor  # entry: every byte, scales too, repeats one non-zero 4-byte word
+
+    @property
+    def lawful(self) -> Tensor:
+        """Groups in which nothing contradicts the writer."""
+        bad = self.zero | self.negative | self.denormal | self.absurd | self.below | self.uneven | self.nan
+        return ~(bad | self.misfit | self.poison[..., None])
+
+
+def magnitudes(codes: Tensor, layout: Layout, groups: int) -> Tensor:
+    """uint8 [pages, P, groups, group]: codes without their sign; their order is the order of the magnitudes."""
+    if layout["codes"].format == "e2m1":
+        codes = torch.stack([codes & 7, (codes >> 4) & 7], -1).flatten(-2)
+    else:
+        codes = codes & 0x7F
+    return codes.unflatten(-1, (groups, -1))
+
+
+def floors(layout: Layout, writer: str | None = None) -> tuple[float, float]:
+    """Lowest and highest of the smallest scales that the layout's serving writers (or the one named) store."""
+    rules = [layout.writer(writer)] if writer else [rule for rule in layout.writers.values() if rule.serving]
+    smallest = [rule.smallest_scale(layout["codes"].format) for rule in rules or layout.writers.values()]
+    return min(smallest), max(smallest)
+
+
+def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = None) -> Marks:
+    """The marks of every entry of a pool uint8 [pages, page bytes]; with `writer`, judged by that writer's floor."""
+    layout.check(raw, page_tokens)
+    codes = layout["codes"].view(raw, page_tokens).flatten(3).flatten(1, 2)
+    field = layout["scales"]
+    stored = field.view(raw, page_tokens).flatten(3).flatten(1, 2)
+    if field.format == "f32":
+        stored = stored.contiguous().view(torch.float32)
+    scale = formats.decode(stored, field.format)
+    bits = scale.view(torch.int32)
+    everything = layout.entry_bytes(raw, page_tokens)
+    words = everything.view(*everything.shape[:2], -1)
+    words = words[..., : words.shape[-1] // 4 * 4].contiguous().view(torch.int32)
+    empty = everything.amax(-1) == 0
+    poison = (words == words[..., :1]).all(-1) & ~empty
+
+    zero = stored == 0
+    negative = torch.signbit(scale)
+    # a subnormal is no scale in single precision; in e4m3 the smallest scales are subnormal by right
+    denormal = (bits & 0x7F800000 == 0) & ~zero & (field.format == "f32") & ~negative
+    absurd = ~(scale.abs() <= ABSURD_SCALE)
+    floor, highest_floor = floors(layout, writer)
+    sane = ~(zero | negative | denormal | absurd)
+    below = (scale < floor) & sane
+    power = bits & 0x7FFFFF == 0
+    demand_power = field.format == "f32" and all(rule.power_of_two for rule in layout.writers.values())
+    uneven = sane & ~below & ~power if demand_power else torch.zeros_like(zero)
+
+    if field.count > layout["codes"].count // layout.group:  # one scale, stored several times over
+        uneven = uneven | (scale != scale[..., :1])
+    groups = scale.shape[-1]
+    size = magnitudes(codes, layout, groups)
+    peak = size.amax(-1)
+    silent = peak == 0
+    by_group = codes.unflatten(-1, (groups, -1))
+    match layout["codes"].format:
+        case "e4m3fn":
+            nan, top, half = peak == 0x7F, 0x7E, 0x76
+        case "e4m3fnuz":
+            nan, top, half = (by_group == 0x80).any(-1), 0x7E, 0x76
+            silent = silent & ~nan
+        case _:
+            nan, top, half = torch.zeros_like(silent), 7, 5
+    # under the floor, or among the coarse subnormals of an e4m3 scale, the codes may stay small
+    free = scale <= max(highest_floor, 2.0**-6 if field.format == "e4m3fn" else 0.0)
+    if any(rule.power_of_two for rule in layout.writers.values()):
+        fits = (peak >= half) & (peak <= top)
+        if field.count > layout["codes"].count // layout.group:  # copies of one scale: the peak is that of all groups
+            fits = fits.any(-1, keepdim=True).expand_as(fits) & (peak <= top)
+    else:
+        # a power-of-two scale under the plain layout is another public writer's, with the same decode
+        fits = (peak == top) | (power & (peak >= half) & (peak <= top) & (field.format == "f32"))
+    if not floor:
+        free = free | (silent & zero)
+    misfit = ~fits & ~free & ~nan
+    zero_allowed = silent & ~empty[..., None] if not floor else torch.zeros_like(zero)
+    zero = zero & ~zero_allowed
+    return Marks(scale, zero, negative, denormal, absurd, below, uneven, nan, silent, free, misfit, empty, poison)
+
+
+# ---- codes and scales that do not belong together --------------------------------------------------------------------
+
+
+# A writer divides by the scale, so the size of an entry's codes and its scale are strongly anti-correlated wherever
+# entries have similar sizes (index keys and latents are normalised). Where that correlation is absent at shift 0 and
+# strong at shift n, the scale block is shifted by n slots.
+
+
+def as_rows(layout: Layout) -> Layout | None:
+    """The layout with all fields of a token side by side, as its fictional shape suggests; None if it is so already."""
+    if all(item.base == 0 for item in layout.fields):
+        return None
+    fields, offset = [], 0
+    for item in layout.fields:
+        fields.append(replace(item, base=0, offset=offset, stride=layout.token_bytes, tile=None))
+        offset += item.bytes
+    return replace(layout, name=f"{layout.name} as rows", fields=tuple(fields))
+
+
+def code_sizes(raw: Tensor, layout: Layout, page_tokens: int, groups: int) -> Tensor:
+    """float32 [pages, P, groups]: log2 of the norm of each group's codes (NaN where all are zero)."""
+    codes = layout["codes"].view(raw, page_tokens).flatten(3).flatten(1, 2)
+    values = formats.decode(codes.contiguous(), layout["codes"].format).unflatten(-1, (groups, -1))
+    square = values.square_().sum(-1)
+    return torch.where(square > 0, square, torch.nan).log2() / 2
+
+
+def page_sizes(
+    raw: Tensor, layout: Layout, page_tokens: int, written: Tensor, facts: Marks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Per page: median log2 size of its entries, their middle spread, and whether enough entries are written."""
+    size = code_sizes(raw, layout, page_tokens, facts.scale.shape[-1]) + facts.scale.abs().log2()
+    size = torch.where(written[..., None] & facts.lawful, size, torch.nan).flatten(1)
+    enough = (~size.isnan()).sum(-1) >= 8
+    quartiles = torch.nanquantile(size, torch.tensor([0.25, 0.5, 0.75]), dim=-1)
+    return quartiles[1].nan_to_num(0.0), (quartiles[2] - quartiles[0]).nan_to_num(9.0), enough
+
+
+def _correlation(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Pearson's r along the last axis over places where neither is NaN, and their number."""
+    both = ~(a.isnan() | b.isnan())
+    n = both.sum(-1)
+    a, b = torch.where(both, a, 0.0), torch.where(both, b, 0.0)
+    a = torch.where(both, a - a.sum(-1, keepdim=True) / n.clamp(min=1)[..., None], 0.0)
+    b = torch.where(both, b - b.sum(-1, keepdim=True) / n.clamp(min=1)[..., None], 0.0)
+    scale = (a.square().sum(-1) * b.square().sum(-1)).sqrt()
+    return torch.where(scale > 1e-6, (a * b).sum(-1) / scale.clamp(min=1e-12), 0.0), n
+
+
+def shifted(
+    raw: Tensor, layout: Layout, page_tokens: int, written: Tensor, facts: Marks
+) -> Iterator[tuple[int, int, str]]:
+    """(page, shift, evidence) of pages whose scales fit the codes `shift` slots earlier far better than their own."""
+    if page_tokens < 16:
+        return
+    groups = layout["codes"].count // layout.group
+    copies = facts.scale.shape[-1] // groups  # a scale stored four times is one piece of evidence
+    size = code_sizes(raw, layout, page_tokens, groups)
+    odd = facts.zero | facts.negative | facts.absurd | facts.denormal | facts.below
+    # where the floor made the scale, the codes shrink with the values and the law does not hold
+    usable = (written[..., None] & ~odd & ~facts.free)[..., ::copies]
+    scale = torch.where(usable, facts.scale[..., ::copies].log2(), torch.nan)
+    size = torch.where((written[..., None] & (odd | ~facts.free))[..., ::copies], size, torch.nan)
+    # a group that is loud in every entry says nothing about entries
+    scale, size = scale - scale.nanmean(1, keepdim=True), size - size.nanmean(1, keepdim=True)
+    at_home, _ = _correlation(size.flatten(1), scale.flatten(1))
+    doubtful = ((at_home > -0.35) & (written.sum(-1) >= 12)).nonzero().flatten()
+    for page in doubtful.tolist():
+        # scales missing at one end of the page already suggest where they went
+        missing = (facts.zero & ~facts.silent).all(-1)[page][written[page]].int()
+        head, tail = int(missing.cumprod(0).sum()), int(missing.flip(0).cumprod(0).sum())
+        hint = head if head >= tail else -tail
+        shift, r, z = _best_shift(size[page], scale[page], hint)
+        if z < (-2.6 if hint and shift == hint else -5.2) and r < float(at_home[page]) - 0.35:
+            yield page, shift, f"correlation {r:.2f} there, {at_home[page]:.2f} at home"
+
+
+def _best_shift(size: Tensor, scale: Tensor, hint: int = 0) -> tuple[int, float, float]:
+    """(shift, r, Fisher's z) at which scales [P, groups] fit sizes [P, groups] best, rolled or cut; or at `hint`."""
+    tokens = size.shape[0]
+    # repeated text repeats entries: only different ones are evidence
+    valid = ~size.isnan()
+    distinct = len(torch.unique(size[valid])) / max(1, int(valid.sum()))
+    # groups of one entry share its size: they count as two, not as many
+    distinct *= min(1.0, 2 / size.shape[1])
+    steps = [hint] if hint else [n for n in range(-tokens // 2, tokens // 2 + 1) if n]
+    rolled = torch.stack([scale.roll(-n, 0) for n in steps])
+    cut = rolled.clone()
+    for row, n in enumerate(steps):
+        cut[row, slice(tokens - n, None) if n > 0 else slice(0, -n)] = torch.nan
+    r, pairs = _correlation(size.flatten()[None], torch.cat([rolled, cut]).flatten(1))
+    z = torch.atanh(r.clamp(-0.9999, 0.9999)) * (pairs * distinct - 3).clamp(min=0).sqrt()
+    best = int(z.argmin())
+    return steps[best % len(steps)], float(r[best]), float(z[best])
+
+
+# ---- identify --------------------------------------------------------------------------------------------------------
+
+
+def fit(raw: Tensor, layout: Layout, page_tokens: int) -> tuple[float, int]:
+    """Share of the written scale groups that obey the layout's writers, and how many entries were written."""
+    found = marks(raw, layout, page_tokens)
+    written = ~found.empty
+    count = int(written.sum())
+    return (float(found.lawful[written].float().mean()) if count else 0.0), count
+
+
+@cache
+def chance(name: str) -> float:
+    """The fit that uniformly random bytes reach under a layout (measured on a seeded page)."""
+    layout = LAYOUTS[name]
+    generator = torch.Generator().manual_seed(20261129)
+    raw = torch.randint(0, 256, (8, layout.page_bytes(64)), dtype=torch.uint8, generator=generator)
+    return fit(raw, layout, 64)[0]
+
+
+def identify(raw: Tensor, page_tokens: int | None = None) -> pd.DataFrame:
+    """Which layouts explain unlabelled bytes, best first. `raw` uint8, any shape; its length must be whole pages.
+
+    Columns: layout, page_tokens, pages, page_bytes, fit, sentence. `fit` is the share of written scale groups that
+    obey the layout's public writers, less what random bytes reach, 0..1. The first row says "none of these" when no
+    fit exceeds one half. FNUZ and FN codes are the same bytes at half the worth: only a zero entry's scale can tell
+    them apart. Raises ValueError on empty input or another dtype.
+    """
+    if raw.dtype != torch.uint8 or raw.numel() == 0:
+        raise ValueError(f"identify takes at least one page of uint8 bytes; found {raw.numel()} of {raw.dtype}")
+    flat = raw.reshape(-1)
+    rows = []
+    for layout in LAYOUTS.values():
+        # rows that lie one after another look alike for every page size: the first one stands for all
+        contiguous = all(f.base == 0 for f in layout.fields)
+        sizes = (page_tokens,) if page_tokens else layout.page_tokens[:1] if contiguous else PAGE_TOKENS
+        for size in sizes:
+            if size % layout.token_multiple or flat.numel() % layout.page_bytes(size):
+                continue
+            pages = flat.view(-1, layout.page_bytes(size))
+            sample = pages[:: max(1, pages.shape[0] // 256)]
+            share, written = fit(sample, layout, size)
+            by_chance = chance(layout.name)
+            value = max(0.0, (share - by_chance) / (1 - by_chance))
+            value += _favour(sample, layout, size) if value > 0.5 else 0.0
+            sentence = (
+                f"{share:.1%} of the scale groups in {written} written entries obey the writer of {layout.name} "
+                f"(random bytes: {by_chance:.1%})"
+            )
+            rows.append((layout.name, size, pages.shape[0], layout.page_bytes(size), value, sentence))
+    columns = ["layout", "page_tokens", "pages", "page_bytes", "fit", "sentence"]
+    table = pd.DataFrame(rows, columns=columns).sort_values("fit", ascending=False, kind="stable")
+    table["fit"] = table["fit"].clip(upper=1.0)
+    if table.empty or table["fit"].iloc[0] <= 0.5:
+        best = f"best fit {table['fit'].iloc[0]:.2f}" if len(table) else "no layout has pages that divide it"
+        nothing = (NONE, 0, 0, 0, 0.0, f"{flat.numel():,} bytes follow no known layout ({best})")
+        table = pd.concat([pd.DataFrame([nothing], columns=columns), table], ignore_index=True)
+    return table.reset_index(drop=True)
+
+
+def _favour(pages: Tensor, layout: Layout, page_tokens: int) -> float:
+    """Tie-breakers among layouts of equal fit, as a bonus: the record that demands more of the bytes wins."""
+    found = marks(pages, layout, page_tokens)
+    written = ~found.empty
+    if layout["codes"].format == "e4m3fnuz":
+        zero_entry = (found.silent.all(-1) & written)[..., None].expand_as(found.scale)
+        floor = floors(layout)[1]
+        return 0.02 if bool(zero_entry.any()) and bool((found.scale[zero_entry] == floor).all()) else -0.02
+    if layout["scales"].format == "f32" and all(rule.power_of_two for rule in layout.writers.values()):
+        return 0.01
+    return 0.0

@@ -13,11 +13,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from .digests import runs
-from .inspect import entry_bytes, marks
-from .io import Dump
-from .layout import Layout
-from .layouts import layout_of
+from .dumps import Dump
+from .findings import marks, runs
+from .layouts import Layout, layout_of
 
 COLUMNS = ["name", "severity", "pool", "layer", "page", "slot", "slot_last", "field", "token_first", "token_last",
            "entries", "sentence"]  # fmt: skip
@@ -90,7 +88,7 @@ def compare(
     live = (torch.arange(pages * page_tokens) < entries).view(pages, page_tokens) & (here >= 0)[:, None]
     sent, received = sent.cpu()[here.clamp(min=0)], received.cpu()[there.clamp(min=0)]
     received = torch.where((there >= 0)[:, None], received, 0)
-    old = None if before is None else entry_bytes(before.cpu()[there.clamp(min=0)], layout, page_tokens)
+    old = None if before is None else layout.entry_bytes(before.cpu()[there.clamp(min=0)], page_tokens)
     journey = _Journey(sent, received, layout, page_tokens, live, old, tolerance)
     rows = []
     for page in journey.different.any(-1).nonzero().flatten().tolist():
@@ -155,7 +153,7 @@ class _Journey:
 
     def __init__(self, sent, received, layout: Layout, page_tokens: int, live: Tensor, old, tolerance: float) -> None:
         self.layout, self.page_tokens, self.live, self.old = layout, page_tokens, live, old
-        self.sent, self.received = (entry_bytes(side, layout, page_tokens) for side in (sent, received))
+        self.sent, self.received = (layout.entry_bytes(side, page_tokens) for side in (sent, received))
         same = (self.sent == self.received).all(-1)
         if tolerance:
             a, b = (layout.decode(side, page_tokens)["values"] for side in (sent, received))

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from needlework.pages import Dump, Layout
+from needlework.pages.findings import marks
 from needlework.pages.formats import FORMATS
-from needlework.pages.inspect import entry_bytes, marks
 from needlework.workbook import figures, tables
 from needlework.workbook.explorers import Slider
 
@@ -69,7 +69,7 @@ def _stretches(addresses: Sequence[int]) -> list[tuple[int, int]]:
 def page_view(raw: torch.Tensor, layout: Layout, page_tokens: int = 64, *, slot: int = 0, title: str = "") -> Figure:
     """One page uint8 [1, page bytes]: its entries' bytes and its scales (log2), one row an entry, one slot outlined."""
     found = marks(raw, layout, page_tokens)
-    content = entry_bytes(raw, layout, page_tokens)[0].numpy()
+    content = layout.entry_bytes(raw, page_tokens)[0].numpy()
     scale = torch.where(found.scale[0] > 0, found.scale[0], torch.nan).log2().numpy()
     scale = np.where(found.zero[0].numpy() | found.empty[0].numpy()[:, None], np.nan, scale)
     fig, (left, right) = figures.new(7.2, 3.6, columns=2)

@@ -35,8 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .layout import Layout
-from .layouts import layout_of
+from .layouts import Layout, layout_of
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
 SIZE_LIMIT = 64 << 30
@@ -96,6 +95,30 @@ class Dump:
         name = self.layout or "unlabelled"
         where = f"pool {self.pool or '?'}, layer {self.layer}, {self.role or 'role ?'}"
         return f"{name}, {where}: {pages:,} pages of {size:,} bytes"
+
+
+def page_digests(
+    raw: Tensor, layout: str | Layout, page_tokens: int = 64, live: Tensor | None = None, *, entries: bool = False
+) -> list[str]:
+    """One 16-digit digest a page over its live entries' bytes (no padding): what to save beside a dump.
+
+    With `entries`, four digits for each entry follow it, and `diagnose` can tell a few changed bytes from foreign
+    content.
+    """
+    layout = layout_of(layout)
+    content = layout.entry_bytes(raw, page_tokens)
+    if live is not None:
+        content = content * live[..., None]
+    content = content.contiguous().cpu()
+    out = [hashlib.blake2b(page.numpy().tobytes(), digest_size=PAGE_HEX // 2).hexdigest() for page in content]
+    if not entries:
+        return out
+    each = ["".join(entry_digest(entry) for entry in page) for page in content]
+    return [page + rest for page, rest in zip(out, each, strict=True)]
+
+
+def entry_digest(entry: Tensor) -> str:
+    return hashlib.blake2b(entry.numpy().tobytes(), digest_size=ENTRY_HEX // 2).hexdigest()
 
 
 def _digest(raw: Tensor) -> str:

@@ -22,7 +22,7 @@ import triton  # isort: skip  # it chooses between compiler and interpreter at o
 import triton.language as tl  # isort: skip
 
 if TYPE_CHECKING:
-    from .layout import Layout
+    from .layouts import Layout
 
 # 16 values a thread, the fastest of 15 settings on an H200: loads in flight, then wide stores of neighbouring threads
 VALUES_A_PROGRAM = 1024

@@ -8,7 +8,7 @@ import pytest
 import torch
 from needlework.pages import LAYOUTS, Layout
 
-device = pytest.importorskip("needlework.pages.device", reason="needs Triton (Linux only)")
+device = pytest.importorskip("needlework.pages.gpu", reason="needs Triton (Linux only)")
 
 WHERE = "cpu" if device.triton.knobs.runtime.interpret else "cuda"
 # f32 scales as bits: ±0, least subnormals, the writers' floors, powers of two, 448, largest, ±inf, quiet and other NaN
@@ -84,7 +84,7 @@ def test_slices_over_threads_equal_one_thread(monkeypatch):
     try:
         torch.set_num_threads(1)
         want = layout.values(pool, 16)
-        monkeypatch.setattr("needlework.pages.slices.SLICE_VALUES", 3 * 16 * layout.dim)
+        monkeypatch.setattr("needlework.pages.layouts.SLICE_VALUES", 3 * 16 * layout.dim)
         torch.set_num_threads(3)
         assert same(layout.values(pool, 16), want)
         with ThreadPoolExecutor(1) as other:
