@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 import urllib.parse
 from pathlib import Path
 
@@ -12,20 +13,7 @@ from forms import FORMS
 from needlework.evidence import Redactor, redact
 from needlework.evidence.redaction import check, clean
 from planted import KINDS, gone, planted
-
-ORDINARY = """
-Prefill batch, #new-seq: 1, #new-token: 2048, #cached-token: 0, token usage: 0.31, #running-req: 0, #queue-req: 0
-max_total_num_tokens=912384, chunked_prefill_size=8192, max_prefill_tokens=16384, context_len=1048576
-Decode batch, #running-req: 1, #token: 10240, token usage: 0.01, cuda graph: True, gen throughput (token/s): 58.12
-INFO 127.0.0.1:45122 - "POST /v1/chat/completions HTTP/1.1" 200 OK
-The tokenizer was loaded; bos_token: <s>, eos_token: </s>, pad_token_id: 0, vocab_size: 129280, num_tokens: 12
-Loading safetensors checkpoint shards: 100% Completed | 46/46 [01:23<00:00, 1.81s/it]
-ExecStart=/opt/venv/bin/python -m sglang.launch_server --model-path /models/dsv4 --page-size 256 --host 0.0.0.0 --port 30000
-nvidia-cublas-cu12==12.8.4.1 torch==2.11.0 driver 580.159.03 sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
-Traceback (most recent call last): File "/opt/sglang/python/sglang/srt/managers/scheduler.py", line 1034, in event_loop
-key_cache.view(-1, 132) value: 448 scale_off: 8192 block_bytes // 4 = 2112 at 12:34:56.789 on 2026-11-29
-request abort: rid=7f3e2c9a0b1d4e5f aborted after 3 tokens; key projection, secret santa, password policy, access denied
-"""
+from trade import LEAKS, ORDINARY
 
 
 def test_planted_secrets_are_gone():
@@ -50,12 +38,6 @@ def test_the_checker_finds_every_planted_secret_and_keeps_no_value():
         leaks = check(f"first line\n{sentence}\n")
         assert leaks and leaks[0].line == 2, kind
         assert secret not in repr(leaks)
-
-
-def test_ordinary_engine_text_is_left_alone():
-    words, changed = ORDINARY.split(), redact(ORDINARY).split()
-    assert len(words) == len(changed)
-    assert [(a, b) for a, b in zip(words, changed, strict=True) if a != b] == []
 
 
 def test_same_value_same_placeholder_so_rows_join():
@@ -227,3 +209,56 @@ def test_command_line_checks_and_redacts(tmp_path):
     assert run("--check", str(tmp_path / "b.log")).returncode == 0
     again = run(str(file), "-o", str(tmp_path / "b.log"))
     assert again.returncode == 2 and "exists" in again.stderr and "Traceback" not in again.stderr
+
+
+def test_texts_of_the_trade_come_out_clean():
+    assert len(LEAKS) >= 140
+    left = []
+    for text, values in LEAKS:
+        once = redact(text)
+        if any(value in once for value in values) or redact(once) != once or check(once) or not check(text):
+            left.append((text, once))
+    assert left == []
+
+
+def test_lines_that_engines_write_stay():
+    assert len(ORDINARY) >= 100
+    assert [(line, redact(line)) for line in ORDINARY if redact(line) != line] == []
+
+
+def test_what_one_text_tells_is_replaced_in_all_others():
+    """In one collection the unit names the key and the log says it."""
+    redactor = Redactor()
+    log = redactor.text("INFO retry with Qx7vLm2p9Tz on gpu-node-17 failed; q=Qx7vLm2p9Tz%3D for alice")
+    redactor.text("DB_PASSWORD=Qx7vLm2p9Tz\nMASTER_ADDR=gpu-node-17\nUSER=alice\n")
+    assert redactor.again(log) == "INFO retry with <secret-1> on <host-1> failed; q=<secret-1>%3D for <user-1>"
+    assert redactor.report()["secret"] == {"values": 1, "places": 3}
+
+
+@pytest.mark.parametrize("word", ["default", "required", "changes", "12345678", "abort"])
+def test_a_word_that_a_log_says_for_another_reason_is_not_looked_for_again(word):
+    assert redact(f"password={word}\nthe {word} value\n").endswith(f"the {word} value\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["\\" * 20_000, '["' + '\\"' * 9_990 + '"]', '["' + '\\"' * 9_990, '"' * 20_000, "%25" * 6_600, "&amp;" * 4_000],
+)
+def test_a_line_of_escapes_costs_milliseconds(line):
+    start = time.process_time()
+    redact(line)
+    assert time.process_time() - start < 0.3, "about 0.02 s on a quiet machine; quadratic patterns took 3 s and more"
+
+
+def test_a_journal_of_backslashes_costs_seconds():
+    start = time.process_time()
+    redact("\n".join(json.dumps({"n": n, "MESSAGE": "\\" * 4_000}) for n in range(200)))
+    assert time.process_time() - start < 6
+
+
+def test_megabytes_of_log_take_seconds():
+    lines = [f"{line} #{n}" for n in range(60) for line in ORDINARY]
+    text = "\n".join(lines)
+    start = time.process_time()
+    redact(text)
+    assert (time.process_time() - start) * 25e6 / len(text) < 240, "25 MB in a minute of a quiet core"

@@ -8,12 +8,12 @@ import html
 import re
 
 ESCAPE = re.compile(
-    r"%(?:25)*[0-7][0-9A-Fa-f]|\\+u00[0-7][0-9A-Fa-f]|\\+x[0-7][0-9A-Fa-f]|\\+[\"'/nrt]|"
+    r"%(?:25)*[0-7][0-9A-Fa-f]|(?<!\\)\\++(?:u00[0-7][0-9A-Fa-f]|x[0-7][0-9A-Fa-f]|[\"'/nrt])|"
     r"&(?:amp;)*(?:#\d{2,3}|#x[0-9A-Fa-f]{2}|quot|amp|lt|gt|apos|colon|equals|sol|commat|num|lowbar|period);"
 )
 # What makes a line worth decoding: quotes alone are escaped in every line of a journal, and the rules know them.
 HIDES = re.compile(
-    r"%(?:25)*[0-7][0-9A-Fa-f]|\\+u00[0-7]|\\+x[0-7]|\\+[/nrt]|&(?:amp;)*(?:#x?[0-9A-Fa-f]{2,3}|[a-z]{2,6});"
+    r"%(?:25)*[0-7][0-9A-Fa-f]|(?<!\\)\\++(?:u00[0-7]|x[0-7]|[/nrt])|&(?:amp;)*(?:#x?[0-9A-Fa-f]{2,3}|[a-z]{2,6});"
 )
 _CODE = re.compile(r"(?:%(?:25)*|\\+u00|\\+x)([0-9A-Fa-f]{2})$")
 _LETTER = {"n": "\n", "r": " ", "t": "\t"}

@@ -7,60 +7,46 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from needlework.evidence.finder import Finder, Searched
-
-# Nothing these plugins look for is shorter or has another alphabet: lines without such a run are not worth their time.
+# Nothing these plugins look for is shorter or has another alphabet.
 CANDIDATE = re.compile(r"[A-Za-z0-9_+/=.:-]{16}")
-PLUGINS = (
-    "AWSKeyDetector",
-    "ArtifactoryDetector",
-    "AzureStorageKeyDetector",
-    "BasicAuthDetector",
-    "CloudantDetector",
-    "DiscordBotTokenDetector",
-    "GitHubTokenDetector",
-    "GitLabTokenDetector",
-    "IbmCloudIamDetector",
-    "IbmCosHmacDetector",
-    "JwtTokenDetector",
-    "MailchimpDetector",
-    "NpmDetector",
-    "OpenAIDetector",
-    "PypiTokenDetector",
-    "SendGridDetector",
-    "SlackDetector",
-    "SoftlayerDetector",
-    "SquareOAuthDetector",
-    "StripeDetector",
-    "TelegramBotTokenDetector",
-    "TwilioKeyDetector",
-)
+# plugin -> literals, lower case, of which each of its matches holds one (forms without any are rules of our own)
+PLUGINS = {
+    "AWSKeyDetector": "a3t abia acca akia asia aws",
+    "ArtifactoryDetector": "akc ap0 ap1 ap2 ap3 ap4 ap5 ap6 ap7 ap8 ap9 apa apb apc apd ape apf",
+    "AzureStorageKeyDetector": "accountkey=",
+    "BasicAuthDetector": "://",
+    "CloudantDetector": "cloudant cl_ cl- clou_ clou- clapi clkey clpw clpass cltoken",
+    "GitHubTokenDetector": "gho_ ghp_ ghr_ ghs_ ghu_",
+    "GitLabTokenDetector": "glpat- gldt- glft- glsoat- glrt- gr1348941 glcbt- glimt- glptt- glagent- gloas-",
+    "IbmCloudIamDetector": "ibm cloud",
+    "IbmCosHmacDetector": "secret",
+    "JwtTokenDetector": "eyj",
+    "MailchimpDetector": "-us",
+    "NpmDetector": "/:_authtoken=",
+    "OpenAIDetector": "t3blbkfj",
+    "PypiTokenDetector": "pypi-age",
+    "SendGridDetector": "sg.",
+    "SlackDetector": "xox hooks.slack.com",
+    "SoftlayerDetector": "softlayer sl_ sl- slapi slkey slpw slpass sltoken",
+    "SquareOAuthDetector": "sq0csp-",
+    "StripeDetector": "rk_live_ sk_live_",
+}
 
 
 @cache
-def _plugins() -> list[Any]:
+def _plugins() -> list[tuple[tuple[str, ...], Any]]:
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError as error:  # redacting with half the rules must not pass for redacting
         raise RuntimeError("redaction needs detect-secrets: pip install -e '.[run]'") from error
     found: dict[str, Any] = get_mapping_from_secret_type_to_class()
     classes = {plugin.__name__: plugin for plugin in found.values()}
-    return [classes[name]() for name in PLUGINS]
+    return [(tuple(keys.split()), classes[name]()) for name, keys in PLUGINS.items()]
 
 
-@cache
-def finders() -> tuple[Finder, ...]:
-    """One finder for each pattern of the plugins."""
-    return tuple(Finder(pattern.pattern, pattern.flags) for plugin in _plugins() for pattern in plugin.denylist)
-
-
-def values(page: Searched, placeholder: re.Pattern[str]) -> Iterator[tuple[int, set[str]]]:
-    """The line's number, from 0, and the secrets in it, for each line in which a plugin finds any."""
-    candidates = (finder.lines(page) for finder in finders() if finder.may_match(page))
-    for number in sorted(set().union(*candidates)):
-        line = page.lines[number]
-        if CANDIDATE.search(placeholder.sub("", line)):
-            found = {value for plugin in _plugins() for value in plugin.analyze_string(line) if value}
-            found = {value for value in found if not placeholder.search(value)}
-            if found:
-                yield number, found
+def values(line: str, folded: str, placeholder: re.Pattern[str]) -> Iterator[str]:
+    """The secrets that any plugin finds in a line (`folded`: in lower case) beside placeholders."""
+    if CANDIDATE.search(line) and CANDIDATE.search(placeholder.sub("", line)):
+        for keys, plugin in _plugins():
+            if any(key in folded for key in keys):
+                yield from (value for value in plugin.analyze_string(line) if value and not placeholder.search(value))

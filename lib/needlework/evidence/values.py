@@ -7,14 +7,13 @@ import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-
-from needlework.evidence.finder import Finder
+from functools import cached_property
 
 NOT_SECRET = re.compile(
     r"(?i)^(?:true|false|none|null|nil|undefined|yes|no|on|off|auto|default|disabled|enabled|required|optional|missing|"
     r"invalid|expired|unset|empty|redacted|\*+|x{3,}|\.\.\.|str|string|int|bool|bytes|\$\{?\w+\}?|%\w+%?|-?\d{1,6}(?:\.\d+)?|"
     r"\$\{\{.*|\{\{.*|\[(?!.*\d.*[a-z]).*|\{.*|\(.*|(?:self|cls|args|config|settings|options|os|server_args)\.[\w.]+(?:\(.*)?|"
-    r"(?:optional|union|list|dict)\[.*|f?[\"']?\{\w+\}[\"']?|(?:str|getpass|getenv|input|len)\(.*|\w*(?:key|password|token|secret)\)?|"
+    r"(?:optional|union|list|dict)\[.*|f?[\"']?\{\w+\}[\"']?|(?:str|getpass|getenv|input|len)\(.*|[a-z_]*(?:key|password|token|secret)\)?|"
     r"(?:str|int|bool|bytes)\s*(?:\||=|,).*)$"
 )
 # Version numbers, attributes in source code, and the labels that a collection plan gives to hosts.
@@ -30,21 +29,38 @@ PUBLIC_HOSTS = {
     "docs.python.org",
     "www.w3.org",
 }
-COMMON_USERS = {"root", "nobody", "daemon", "bin", "sys", "www-data", "systemd", "user", "admin", "service", "ubuntu"}
+COMMON_USERS = set(
+    """root nobody daemon bin sys www-data systemd user users admin service ubuntu debian ec2-user localhost default
+    guest test ollama vllm sglang ktransformers lmcache mooncake dynamo triton nvidia kserve llama llama-server ray
+    llama-cpp docker prefill decode router combined server serve engine worker model models python none null true false
+    shared public""".split()  # noqa: SIM905
+)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of secret: the finder's group `s` (or the whole match) is replaced when `accept` agrees.
+    """One kind of secret: the pattern's group `s` (or the whole match) is replaced when `accept` agrees.
 
-    `whole`: the name beside it says that all of the value is secret, so it is replaced also around a placeholder that
-    an earlier rule has put into it.
+    `keys`: literals, lower case, with blanks between them, of which every match holds one in its first line (a line
+    end alone: it goes over several); a line without any is not tried. `whole`: the name beside it says that all of the
+    value is secret, so it is replaced also around a placeholder that an earlier rule has put into it. `lines`: how many
+    a match may go over.
     """
 
     kind: str
-    finder: Finder
+    keys: str
+    source: str
     accept: Callable[[str], bool] = bool
     whole: bool = False
+    lines: int = 1
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.source)
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        return tuple(key for key in self.keys.split(" ") if key)
 
 
 def secret(text: str) -> bool:
@@ -92,7 +108,7 @@ def any_address(text: str) -> bool:
 
 
 def private_host(text: str) -> bool:
-    return text.lower() not in PUBLIC_HOSTS and not NOT_HOST.fullmatch(text)
+    return text.lower() not in COMMON_USERS and text.lower() not in PUBLIC_HOSTS and not NOT_HOST.fullmatch(text)
 
 
 def host_like(text: str) -> bool:
@@ -102,3 +118,28 @@ def host_like(text: str) -> bool:
 
 def user_name(text: str) -> bool:
     return text.lower() not in COMMON_USERS and secret(text)
+
+
+def lasting(text: str) -> bool:
+    """A secret that can be looked for by its value alone: nothing that a log may well say for another reason."""
+    if len(text) < 6 or text.isdigit() or NOT_SECRET.match(text):
+        return False
+    plain = text.isalpha() and (text.islower() or text.istitle() or text.isupper())
+    return len(text) >= 8 if plain else changes(text) > 0 or not text.isalnum()
+
+
+def mixed(text: str) -> bool:
+    """Letters and digits together: what prose says after "the password for the … is" when it tells one."""
+    return secret(text) and bool(re.search(r"\d", text)) and bool(re.search(r"[^\W\d_]", text))
+
+
+def numbered(text: str) -> bool:
+    """A machine's name in prose: a word with a number, and no part of a machine (cuda:0, rank3)."""
+    parts = "cuda|tp|pp|dp|ep|rank|worker|device|stage|numa|shard|layer|group|tier|port|pid"
+    part = re.match(rf"(?i)(?:(?:{parts})[-_.]?\d{{0,2}}|gpu[-_.]?\d)$", text)
+    return len(text) > 4 and not part and host_like(text) and bool(re.search(r"\d", text))
+
+
+def not_level(text: str) -> bool:
+    levels = "info warn warning error debug trace fatal critical notice stderr stdout"
+    return private_host(text) and text.lower() not in levels.split() and not text.isdigit()
