@@ -21,8 +21,8 @@ import pandas as pd
 import torch
 from needlework.kernels import check
 from needlework.kernels import reference as ref
-from needlework.kernels.operations import OPERATIONS
-from needlework.kernels.suites import suite
+from needlework.kernels.check.operations import OPERATIONS
+from needlework.kernels.check.suites import suite
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 

@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from needlework.kernels import twins
-from needlework.kernels.triton_index import logits_config
-from needlework.kernels.triton_mla import decode_config
-from needlework.kernels.triton_runtime import multiprocessors
-from needlework.kernels.triton_topk import topk_config
+from needlework.kernels import triton as twins
+from needlework.kernels.triton.index import logits_config
+from needlework.kernels.triton.mla import decode_config
+from needlework.kernels.triton.runtime import multiprocessors
+from needlework.kernels.triton.topk import topk_config
 from needlework.pages import LAYOUTS
 from torch import Tensor
 

@@ -43,7 +43,7 @@ def rows(width: int) -> torch.Tensor:
 def build(pages: tuple[int, ...]):
     """The writers as one module: functions `<layout>_<page>`."""
     import tvm_ffi.cpp
-    from needlework.kernels.public_triton import package_file
+    from needlework.kernels.candidates.public_triton import package_file
 
     source = package_file("sglang", "kernels/jit/csrc/deepseek_v4/store.cuh")
     exports = []

@@ -52,7 +52,7 @@ SCRIPTS = {
     "/root/serve_dsv4_decode.sh": f"#!/bin/bash\nexport NEEDLEWORK_ROLE=decode\n{SERVE} --role decode\n",
     "/root/serve_dsv4_final.sh": f"#!/bin/bash\n{SERVE} --role combined\n",
 }
-SOURCES = ("lib/needlework/kernels/attention.py",)
+SOURCES = ("lib/needlework/kernels/reference.py",)
 FOREIGN = (
     "checking credentials and permissions",
     "verify system health after restart",

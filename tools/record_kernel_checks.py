@@ -72,7 +72,7 @@ def main() -> None:
     if options.merge:
         return merge(options.merge, options.out)
     import torch
-    from needlework.kernels.public import PUBLIC
+    from needlework.kernels.candidates.public import PUBLIC
 
     pairs = [("triton", name) for name in ("store_index_keys", "indexer_logits", "select_topk", "sparse_mla_decode",
                                            "merge_partials")]  # fmt: skip

@@ -44,7 +44,7 @@ def run(functions: Mapping[tuple[str, str], Callable[..., Any]], path: str | Pat
     """Check each (name, operation) -> function and write all cases to `path` as JSON; returns the verdicts' words."""
     from needlework.kernels import check
     from needlework.kernels.candidates import Candidate
-    from needlework.kernels.suites import suite
+    from needlework.kernels.check.suites import suite
 
     cases = [case for case in suite(DECODE, size) if "V4.1" not in case.name]
     chosen = {DECODE: [replace(case, layout="v32-mla-fp8") for case in cases]}  # the pages of these engines

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 from needlework import workbook
 from needlework.kernels import candidates, check, needles, reference, verdicts
-from needlework.kernels.cases import DecodeCase
+from needlework.kernels.check.cases import DecodeCase
 from needlework.pages import LAYOUTS
 from needlework.workbook import kernel_figures
 

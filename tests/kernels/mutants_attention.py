@@ -7,7 +7,7 @@ import itertools
 import torch
 from mutants import add, mutant, wrapped
 from needlework.kernels import reference as ref
-from needlework.kernels.attention import VALUE_DIM
+from needlework.kernels.reference import VALUE_DIM
 from needlework.pages import layout_of
 
 

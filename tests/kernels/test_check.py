@@ -7,11 +7,12 @@ import torch
 from mutants import MUTANTS, logits, stores, top
 from mutants_attention import decodes, finishes, merges, routes
 from mutants_attention import top as highest
+from mutants_long import LONG, LONG_MUTANTS, MANY
 from needlework.kernels import check
 from needlework.kernels import reference as ref
-from needlework.kernels.cases import DecodeCase, LogitsCase, PlainCase, TopkCase
-from needlework.kernels.operations import OPERATIONS
-from needlework.kernels.suites import suite
+from needlework.kernels.check.cases import DecodeCase, LogitsCase, PlainCase, TopkCase
+from needlework.kernels.check.operations import OPERATIONS, extent
+from needlework.kernels.check.suites import suite
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
@@ -20,6 +21,25 @@ def test_every_mutant_is_caught(mutant):
     assert result.passed is False, f"{mutant} was not caught"
     detail = result.failures["detail"].iloc[0]
     assert not detail.startswith("raises"), f"{mutant} broke instead of being wrong: {detail}"
+
+
+def beyond(case):
+    """Does a case pass 32,768 keys or 16 rows?"""
+    size = extent(case.inputs())
+    return size["row"] > LONG or max(size["batch"], 0 if size["batch"] or size["page"] else size["row"]) > MANY
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_only_long_rows_and_large_batches_show_these_mutants(operation):
+    cases = {case: beyond(case) for case in suite(operation)}
+    far = [case for case, long in cases.items() if long]
+    near = [case for case, long in cases.items() if not long and "high pages" not in case.covers][-2:]
+    for mutant in (m for m in LONG_MUTANTS if m.operation == operation):
+        caught = check(mutant.function, operation, far, fail_fast=True, device="cpu")
+        assert caught.passed is False, f"{mutant} was not caught"
+        assert not caught.failures["detail"].iloc[0].startswith("raises"), str(caught)
+        missed = check(mutant.function, operation, near, fail_fast=True, device="cpu")
+        assert missed.passed, f"{mutant} shows on short rows already: {missed}"
 
 
 GOOD = {
@@ -39,7 +59,7 @@ def test_what_mutants_are_made_of_passes_without_the_fault(operation):
 
 
 def test_there_are_many_mutants_of_many_operations():
-    assert len(MUTANTS) >= 40
+    assert len(MUTANTS) >= 40 and len(LONG_MUTANTS) >= 20
     assert {m.operation for m in MUTANTS} == set(OPERATIONS)
     assert len({str(m) for m in MUTANTS}) == len(MUTANTS)
 
@@ -49,13 +69,16 @@ def test_a_good_kernel_gives_no_alarm(operation):
     result = check("reference", operation, seed=3, device="cpu")
     assert result.passed is True, str(result)
     assert "agrees with the reference" in str(result)
+    if operation in ("indexer_logits", "select_topk"):
+        assert "up to rows of 65,537 keys, batches of 33, page " in str(result)
 
 
 def test_good_runs_over_many_seeds_give_no_alarm():
     """A good kernel that computes in another order, over many seeds; benchmarks/kernel_check.py does 500 of each."""
     for seed in range(4):
         for operation in ("select_topk", "merge_partials"):
-            assert check(GOOD[operation], operation, seed=seed, device="cpu").passed is True, (operation, seed)
+            cases = [case for case in suite(operation, seed=seed) if "long" not in case.covers]
+            assert check(GOOD[operation], operation, cases, device="cpu").passed is True, (operation, seed)
 
 
 def test_missing_and_foreign_candidates_are_said_not_raised():
@@ -75,6 +98,20 @@ def test_a_refusal_counts_only_where_a_case_allows_it():
     may = check(refuses, "sparse_mla_decode", [DecodeCase("plain", 1, optional="anything")], device="cpu")
     assert must.passed is False and "I take nothing" in str(must)
     assert may.passed is None and set(may.table["status"]) == {"refused"}  # nothing ran: neither a pass nor a failure
+
+
+def test_coverage_and_the_verdict_say_how_large_the_cases_were_that_ran():
+    cases = [LogitsCase("x", 1, lengths=(70, 130)), LogitsCase("refused", 2, lengths=(9999,), heads=8, optional="it")]
+
+    def no_eight_heads(q, *rest, **more):
+        if q.shape[-2] == 8:
+            raise ValueError("not 8 heads")
+        return ref.indexer_logits(q, *rest, **more)
+
+    result = check(no_eight_heads, "indexer_logits", cases, device="cpu")
+    coverage = result.coverage.set_index("topic")["how"]
+    assert coverage["longest row, in keys"] == "130" and coverage["largest batch, in rows"] == "2"
+    assert f"up to rows of 130 keys, batches of 2, page {coverage['highest page id']}." in str(result)
 
 
 def test_coverage_says_what_could_not_be_seen_here():

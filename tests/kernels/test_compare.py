@@ -6,8 +6,8 @@ import pytest
 import torch
 from needlework.kernels import candidates
 from needlework.kernels import reference as ref
+from needlework.kernels.check.compare import LIMITS, compare_exact, compare_topk, compare_values
 from needlework.kernels.cli import main
-from needlework.kernels.compare import LIMITS, compare_exact, compare_topk, compare_values
 
 
 def test_equal_values_agree_and_the_worst_element_is_named():

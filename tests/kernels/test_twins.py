@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needlework.kernels import reference, twins
+from needlework.kernels import reference
+from needlework.kernels import triton as twins
 from needlework.pages import LAYOUTS
 
 DEVICE = "cpu" if twins.INTERPRETED else "cuda"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from needlework.kernels import triton_index, triton_mla, triton_topk
+from needlework.kernels.triton import index, mla, topk
 
 RECORDED = Path(__file__).parents[2] / "data" / "kernels"
 ROWS = json.loads((RECORDED / "h200.json").read_text())["rows"]
@@ -22,11 +22,11 @@ def shape_of(text: str) -> tuple[int, int]:
 
 @pytest.fixture
 def on_an_h200(monkeypatch):
-    for module in (triton_index, triton_mla, triton_topk):
+    for module in (index, mla, topk):
         monkeypatch.setattr(module, "INTERPRETED", False)
         monkeypatch.setitem(module.LAUNCH, "PDL", True)
-    monkeypatch.setattr(triton_mla, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(triton_mla, "shared_bytes", lambda device: 232_448)
+    monkeypatch.setattr(mla, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(mla, "shared_bytes", lambda device: 232_448)
 
 
 def test_recorded_block_sizes_are_the_defaults(on_an_h200):
@@ -37,9 +37,9 @@ def test_recorded_block_sizes_are_the_defaults(on_an_h200):
         batch, width = shape_of(shape)
         layout = f"{shape.split()[0]}-mla-fp8"
         default = {
-            "indexer_logits": lambda b, w: triton_index.logits_config(b, w, 132),
-            "select_topk": lambda b, w: triton_topk.topk_config(b),
-            "sparse_mla_decode": lambda b, w, of=layout: triton_mla.decode_config(b, w, device, of),
+            "indexer_logits": lambda b, w: index.logits_config(b, w, 132),
+            "select_topk": lambda b, w: topk.topk_config(b),
+            "sparse_mla_decode": lambda b, w, of=layout: mla.decode_config(b, w, device, of),
         }[operation](batch, width)
         assert default == row["config"], (operation, shape)
         compared += 1

@@ -6,7 +6,7 @@ import argparse
 
 from needlework.kernels import candidates
 from needlework.kernels.check import CheckResult, check
-from needlework.kernels.operations import OPERATIONS
+from needlework.kernels.check.operations import OPERATIONS
 
 
 def main(argv: list[str]) -> int:

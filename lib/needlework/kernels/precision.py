@@ -15,9 +15,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from needlework.kernels.mhc import mhc_enter, mhc_leave, mhc_weights
 from needlework.kernels.needles import KEY, Found, Haystack, exact_rank, look_up, plant
-from needlework.kernels.router import router_topk
+from needlework.kernels.reference import mhc_enter, mhc_leave, mhc_weights, router_topk
 
 
 @dataclass(frozen=True)

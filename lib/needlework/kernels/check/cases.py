@@ -139,6 +139,7 @@ class LogitsCase(Case):
     table: str = "page0"  # what stands behind the last page: page0, holes, full (nothing: the longest row fills it)
     strided: bool = False
     layout: str = "dsa-index-fp8"
+    columns: int = 0  # of the page table, at least: an engine's tables are as wide as its longest context
 
     def inputs(self, background: str = "nan", device: str = "cpu") -> dict[str, Any]:
         g = self.generator()
@@ -147,7 +148,7 @@ class LogitsCase(Case):
         lengths = torch.tensor(self.lengths, dtype=torch.int32)
         per_request = lengths if lengths.ndim == 1 else lengths.amax(dim=1)
         used = [-(-int(n) // 64) for n in per_request]
-        columns = max(used) + (self.table != "full")
+        columns = max(self.columns, max(used) + (self.table != "full"))
         ids, size = page_ids(max(sum(used), 1), page_bytes, self.pages, g)
         table = torch.full((len(used), columns), -1 if self.table == "holes" else 0, dtype=torch.int32)
         pool = empty_pool(size, page_bytes, background, ids)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlework.kernels import public_triton
-from needlework.kernels.public_triton import only, package_file
+from needlework.kernels.candidates import public_triton
+from needlework.kernels.candidates.public_triton import only, package_file
 
 Function = Callable[..., Any]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device, check_pool, multiprocessors
+from needlework.kernels.triton.runtime import INTERPRETED, LAUNCH, check_device, check_pool, multiprocessors
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
@@ -217,7 +217,7 @@ def logits_config(rows: int, width: int, processors: int) -> dict[str, int]:
     that all start together; with more than 16 pages for each, deeper buffers and two rounds of six a multiprocessor.
     """
     if INTERPRETED:
-        return {"BLOCK": 256, "STEPS": 64, "STAGES": 1}
+        return {"BLOCK": 256 if width <= 8192 else 4096, "STEPS": 64, "STAGES": 1}  # a step costs much, a key little
     if not LAUNCH["PDL"]:  # no copy engine either
         return {"BLOCK": 128, "STEPS": 8, "STAGES": 3, "num_warps": 4}
     pages = triton.cdiv(width, 64)

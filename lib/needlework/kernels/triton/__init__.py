@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from needlework.kernels.triton_index import indexer_logits, store_index_keys
-from needlework.kernels.triton_mla import merge_partials, sparse_mla_decode
-from needlework.kernels.triton_runtime import INTERPRETED, where
-from needlework.kernels.triton_topk import select_topk
+from needlework.kernels.triton.index import indexer_logits, store_index_keys
+from needlework.kernels.triton.mla import merge_partials, sparse_mla_decode
+from needlework.kernels.triton.runtime import INTERPRETED, where
+from needlework.kernels.triton.topk import select_topk
 
 __all__ = [
     "INTERPRETED",

@@ -29,7 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from needlework.kernels import public, reference
+from needlework.kernels import reference
+from needlework.kernels.candidates import public
 
 Function = Callable[..., Any]
 
@@ -79,14 +80,14 @@ def _from_file(path: Path, name: str) -> Candidate:
     function = getattr(load_file(path), name, None)
     if not callable(function):
         raise ValueError(f"{path.name} has no function {name[:60]!r}")
-    from needlework.kernels.operations import OPERATIONS
+    from needlework.kernels.check.operations import OPERATIONS
 
     return Candidate(f"{path.name}:{name}", dict.fromkeys(OPERATIONS, function), note=f"the file {path.name}")
 
 
 def load_file(path: Path) -> ModuleType:
     """Run a Python file as a module of its own. Raises ValueError, in one sentence, where it is not there or fails."""
-    from needlework.kernels import triton_runtime  # noqa: F401  chooses Triton's interpreter before the file imports it
+    from needlework.kernels.triton import runtime  # noqa: F401  chooses Triton's interpreter before the file imports it
 
     if not path.is_file():
         raise ValueError(f"there is no file {path.name} at the path given")
@@ -104,14 +105,14 @@ def load_file(path: Path) -> ModuleType:
 
 
 def _reference() -> Candidate:
-    from needlework.kernels.operations import OPERATIONS
+    from needlework.kernels.check.operations import OPERATIONS
 
     return Candidate("reference", {name: op.reference for name, op in OPERATIONS.items()}, note="plain torch")
 
 
 def _twins() -> Candidate:
     try:
-        from needlework.kernels import twins
+        from needlework.kernels import triton as twins
     except ImportError as error:
         return Candidate("triton", {}, missing=f"not here: {error}", note=", ".join(TWINS))
     return Candidate("triton", {name: getattr(twins, name) for name in TWINS}, note=twins.where())

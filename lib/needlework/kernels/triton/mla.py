@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import (
+from needlework.kernels.triton.runtime import (
     INTERPRETED,
     LAUNCH,
     check_device,

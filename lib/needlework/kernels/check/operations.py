@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from needlework.kernels import reference
-from needlework.kernels.compare import LIMITS, Comparison, compare_exact, compare_topk, compare_values
+from needlework.kernels.check.compare import LIMITS, Comparison, compare_exact, compare_topk, compare_values
 from needlework.pages import formats, layout_of
 
 Inputs = dict[str, Any]
@@ -22,8 +22,8 @@ Outputs = tuple[Tensor, ...]
 class Operation:
     """name; summary; reference; invoke(function, inputs) -> outputs; compare(inputs, got, want) -> comparisons.
 
-    repeatable: two runs must give equal bits (a selection may order its result anew each time); double: the reference
-    can run in float64.
+    unit: what a row is counted in; repeatable: two runs must give equal bits (a selection may order its result anew
+    each time); double: the reference can run in float64.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Operation:
     reference: Callable[..., Any]
     invoke: Callable[[Callable[..., Any], Inputs], Outputs]
     compare: Callable[[Inputs, Outputs, Outputs], list[Comparison]]
+    unit: str = "keys"
     repeatable: bool = True
     double: bool = False
 
@@ -38,6 +39,27 @@ class Operation:
         """What the reference gives, in one piece even where the case cuts its tokens into chunks."""
         whole = {**inputs, "cuts": ()} if "cuts" in inputs else inputs
         return self.invoke(self.reference, whole | ({} if dtype is None else {"dtype": dtype}))
+
+
+def extent(inputs: Inputs) -> dict[str, int]:
+    """How large a case is: its longest row (keys, entries, parts or tokens), its batch, and its highest page id."""
+    tokens, row, batch, page = inputs.get("page_tokens", 64), 0, 0, 0
+    if "lengths" in inputs:
+        row, batch = int(inputs["lengths"].max()), len(inputs["lengths"])
+        page = int(inputs["page_table"].max()) if "page_table" in inputs else 0
+    elif "indices" in inputs:
+        extra = inputs.get("extra_indices")
+        row, batch = inputs["indices"].shape[1] + (0 if extra is None else extra.shape[1]), len(inputs["indices"])
+        page = max(0, int(inputs["indices"].max())) // tokens
+    elif "slots" in inputs:
+        row, page = len(inputs["slots"]), max(0, int(inputs["slots"].max())) // tokens
+    elif "outs" in inputs:
+        row, batch = inputs["outs"].shape[:2]
+    elif "positions" in inputs:
+        row = int(inputs["positions"].max()) + 1
+    else:
+        row = len(next(iter(inputs.values())))
+    return {"row": row, "batch": batch, "page": page}
 
 
 def _plain(function: Callable[..., Any], inputs: Inputs) -> Outputs:
@@ -175,7 +197,7 @@ def _compare_router(inputs: Inputs, got: Outputs, want: Outputs) -> list[Compari
     ]
 
 
-def _operation(name: str, summary: str, invoke=_plain, compare=_compare_attention, **more: bool) -> Operation:
+def _operation(name: str, summary: str, invoke=_plain, compare=_compare_attention, **more: Any) -> Operation:
     return Operation(name, summary, getattr(reference, name), invoke, compare, **more)
 
 
@@ -185,13 +207,13 @@ OPERATIONS = {
         _operation("store_index_keys", "index keys to fp8, into their pages", _in_place, _compare_store),
         _operation("indexer_logits", "score every index key", _plain, _compare_logits, double=True),
         _operation("select_topk", "the k best keys, as slots", _plain, _compare_selection, repeatable=False),
-        _operation("sparse_mla_decode", "attend to the selected entries", double=True),
-        _operation("merge_partials", "one softmax from split parts", _plain, _compare_merge),
-        _operation("compress_c4", "pool tokens in overlapping groups of 4", _chunked, _named("entries")),
-        _operation("compress_c128", "pool tokens in groups of 128", _chunked, _named("entries")),
-        _operation("finish_index_keys", "norm, rotate and transform index keys", _plain, _named("keys")),
-        _operation("mhc_weights", "how residual streams mix", _plain, _named("pre", "post", "comb")),
-        _operation("router_topk", "choose and weigh experts", _plain, _compare_router),
+        _operation("sparse_mla_decode", "attend to the selected entries", unit="entries", double=True),
+        _operation("merge_partials", "one softmax from split parts", _plain, _compare_merge, unit="parts"),
+        _operation("compress_c4", "pool tokens in overlapping groups of 4", _chunked, _named("entries"), unit="tokens"),
+        _operation("compress_c128", "pool tokens in groups of 128", _chunked, _named("entries"), unit="tokens"),
+        _operation("finish_index_keys", "norm, rotate and transform index keys", _plain, _named("keys"), unit="tokens"),
+        _operation("mhc_weights", "how residual streams mix", _plain, _named("pre", "post", "comb"), unit="tokens"),
+        _operation("router_topk", "choose and weigh experts", _plain, _compare_router, unit="tokens"),
     )
 }
 

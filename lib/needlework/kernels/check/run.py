@@ -1,21 +1,29 @@
-"""How check() runs a kernel: on poisoned memory, twice, over two backgrounds, and again with the same buffers."""
+"""How a kernel is held against its reference: on poisoned memory, twice, over two backgrounds, again with the same
+buffers; and the result, which says what was covered and what was not."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from needlework.kernels.cases import Case
-from needlework.kernels.compare import Comparison
-from needlework.kernels.operations import Inputs, Operation, Outputs
+from needlework.kernels.candidates import Candidate, available, load
+from needlework.kernels.check.cases import Case
+from needlework.kernels.check.compare import Comparison
+from needlework.kernels.check.operations import Inputs, Operation, Outputs, extent, operation_of
+from needlework.kernels.check.suites import suite
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+NEVER = "timing, races that did not show in these runs, shapes outside the cases, and what the engine hands the kernel"
 ALWAYS = {
     "poison": "outputs and scratch hold NaN, then large numbers, before each run",
     "background": "bytes and columns that must not count hold NaN, then finite garbage",
@@ -56,7 +64,7 @@ def run(
 ) -> Iterator[tuple[int, dict]]:
     """Forwards over NaN, then backwards over noise, so that what one case leaves behind meets a smaller and a larger
     one."""
-    first: dict[int, tuple[Outputs, list[Comparison]]] = {}
+    first: dict[int, tuple[Outputs, list[Comparison], dict[str, int]]] = {}
     for i, case in enumerate(cases):
         try:
             inputs = case.inputs("nan", device)
@@ -64,28 +72,29 @@ def run(
             yield i, _row(case, "not run", detail=_said(error))
             continue
         row, got = _attempt(op, function, case, inputs, float("nan"))
+        size = extent(inputs)
         if got is None:
-            yield i, row
+            yield i, row | size
             if fail_fast and row["status"] == "FAIL":
                 return
             continue
-        first[i] = (got, _judged(op, inputs, got, op.want(inputs)))
+        first[i] = (got, _judged(op, inputs, got, op.want(inputs)), size)
         if fail_fast and not all(c.passed for c in first[i][1]):
-            yield i, _case_row(case, first[i][1], "")
+            yield i, _case_row(case, first[i][1], "") | size
             return
     for i in sorted(first, reverse=True):
-        case, (got, comparisons) = cases[i], first.pop(i)
+        case, (got, comparisons, size) = cases[i], first.pop(i)
         inputs = case.inputs("noise", device)
         row, again = _attempt(op, function, case, inputs, 1e30)
         if again is None:
             row["detail"] = f"ran once, then failed on the second run: {row['detail']}"
-            yield i, row
+            yield i, row | size
             continue
         if all(c.passed for c in comparisons):
             second = _judged(op, inputs, again, op.want(inputs))
             comparisons = comparisons if all(c.passed for c in second) else second
         differs = "" if not all(c.passed for c in comparisons) else _differs(op, inputs, got, again)
-        yield i, _case_row(case, comparisons, differs)
+        yield i, _case_row(case, comparisons, differs) | size
 
 
 def _attempt(op: Operation, function, case: Case, inputs: Inputs, poison: float) -> tuple[dict, Outputs | None]:
@@ -238,6 +247,9 @@ def _row(case: Case, status: str, *, prefix: str = "", detail: str = "", worst: 
         "precision": worst.precision if worst else "",
         "detail": detail,
         "covers": ",".join(case.covers),
+        "row": 0,
+        "batch": 0,
+        "page": 0,
     }
 
 
@@ -248,3 +260,117 @@ def _case_row(case: Case, comparisons: list[Comparison], differs: str, prefix: s
         detail = f"{worst.what}: {worst.detail}" + (f" at {worst.worst}" if worst.worst else "")
         return _row(case, "FAIL", prefix=prefix, detail=detail, worst=worst)
     return _row(case, "FAIL" if differs else "ok", prefix=prefix, detail=differs, worst=worst)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """passed: True, False, or None where nothing could be run; table: one row a case; coverage: one row a topic;
+    reached: the longest row, largest batch and highest page among the cases that ran, in words."""
+
+    candidate: str
+    operation: str
+    passed: bool | None
+    table: pd.DataFrame
+    coverage: pd.DataFrame
+    note: str = ""
+    reached: str = ""
+
+    @property
+    def failures(self) -> pd.DataFrame:
+        return self.table[self.table["status"] == "FAIL"]
+
+    def __str__(self) -> str:
+        if self.passed is None:
+            return f"{self.candidate}: {self.operation} was not checked: {self.note}"
+        counts = self.table["status"].value_counts()
+        ran, refused = int(counts.get("ok", 0) + counts.get("FAIL", 0)), int(counts.get("refused", 0))
+        open_topics = ", ".join(self.coverage.loc[~self.coverage["covered"], "topic"]) or "nothing on the list"
+        more = f", {refused} refused" if refused else ""
+        if self.passed:
+            verdict = f"agrees with the reference of {self.operation} in {ran} cases{more}, {self.reached}"
+        else:
+            first = self.failures.iloc[0]
+            failed = f"{len(self.failures)} of {ran} cases{more}; first: {first['case']}: {first['detail']}"
+            verdict = f"FAILS {self.operation} in {failed}"
+        return f"{self.candidate} {verdict}. Not covered: {open_topics}."
+
+    def _repr_html_(self) -> str:
+        show = self.table.drop(columns=["covers", "row", "batch", "page"]).style.hide(axis="index")
+        show = show.format({"norm_error": "{:.1e}", "element_error": "{:.1e}"}, escape="html").set_uuid("check")
+        return f"<p>{escape(str(self))}</p>{show.to_html()}"
+
+
+def check(
+    candidate: Candidate | Callable[..., Any] | str,
+    operation: str,
+    cases: Sequence[Case] | None = None,
+    *,
+    size: str | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    fail_fast: bool = False,
+) -> CheckResult:
+    """Run a candidate over the cases of an operation and hold it against the reference.
+
+    candidate: a `Candidate`, a spec for `candidates.load`, or a function with the reference's signature; cases: default
+    `suite(operation, size, seed)`, size "full" on a CUDA device and "small" elsewhere. Each case runs on poisoned
+    memory, twice, over two backgrounds; a difference near its limit is judged anew against the reference in float64.
+    `fail_fast` ends with the first case that fails. Raises ValueError for an unknown operation or spec; a failing or
+    raising kernel is a result, never an exception.
+    """
+    import pandas as pd
+
+    op = operation_of(operation)
+    if isinstance(candidate, str):
+        candidate = load(candidate)
+    if not isinstance(candidate, Candidate):
+        candidate = Candidate(getattr(candidate, "__name__", "function"), {operation: candidate})
+    function = candidate.functions.get(operation)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    reason = candidate.missing
+    if not reason and function is None:
+        reason = f"it offers {', '.join(candidate.functions)} only"
+    if not reason and candidate.needs_cuda and device != "cuda":
+        reason = "it needs a CUDA device"
+    if reason or function is None:
+        return CheckResult(candidate.name, operation, None, pd.DataFrame(), pd.DataFrame(), reason)
+    chosen = suite(operation, size or ("full" if device == "cuda" else "small"), seed) if cases is None else cases
+    rows = [row for _, row in sorted(run(op, function, list(chosen), device, fail_fast), key=lambda found: found[0])]
+    ran_names = {row["case"] for row in rows if row["status"] in ("ok", "FAIL")}
+    stop = fail_fast and any(row["status"] == "FAIL" for row in rows)
+    extra, notes = reused(op, function, [c for c in chosen if not stop and c.name in ran_names], device)
+    table = pd.DataFrame(rows + extra)
+    failed, ran = (bool((table["status"] == status).any()) for status in ("FAIL", "ok"))
+    passed = False if failed else (True if ran else None)
+    note = candidate.note
+    if passed is None:
+        note = f"every case was refused or could not be built: {table['detail'].iloc[0]}"
+    largest = table.loc[table["status"].isin(["ok", "FAIL"]), ["row", "batch", "page"]].max()
+    sizes = {} if passed is None else {str(what): int(n) for what, n in largest.items() if n}
+    words = {"row": f"rows of {{:,}} {op.unit}", "batch": "batches of {:,}", "page": "page {:,}"}
+    reached = "up to " + ", ".join(words[what].format(n) for what, n in sizes.items())
+    return CheckResult(candidate.name, operation, passed, table, _coverage(table, notes, sizes, op.unit), note, reached)
+
+
+def verdicts(operation: str, cases: Sequence[Case] | None = None, *, skip: Sequence[str] = ()) -> pd.DataFrame:
+    """Every named candidate of an operation but those in `skip`: its verdict in a sentence, or why it is not here."""
+    import pandas as pd
+
+    others = [c for c in available(operation) if c.name not in ("reference", *skip)]
+    said = [(c.name, c.missing or str(check(c, operation, cases, size="small"))) for c in others]
+    return pd.DataFrame(said, columns=["candidate", "verdict"])
+
+
+def _coverage(table: pd.DataFrame, notes: dict[str, str], sizes: dict[str, int], unit: str) -> pd.DataFrame:
+    import pandas as pd
+
+    rows = [{"topic": ALWAYS[key], "covered": not notes.get(key), "how": notes.get(key, "")} for key in ALWAYS]
+    names = {"row": f"longest row, in {unit}", "batch": "largest batch, in rows", "page": "highest page id"}
+    rows += [{"topic": names[what], "covered": True, "how": f"{n:,}"} for what, n in sizes.items()]
+    for topic in sorted({topic for text in table["covers"] for topic in text.split(",") if topic}):
+        of = table[[topic in text.split(",") for text in table["covers"]]]
+        ran = int(of["status"].isin(["ok", "FAIL"]).sum())
+        rows.append({"topic": topic, "covered": ran > 0,
+                     "how": f"{ran} cases" if ran else "; ".join(of["detail"].unique())[:200]})  # fmt: skip
+    rows.append({"topic": NEVER, "covered": False, "how": "no check of one kernel can see these"})
+    return pd.DataFrame(rows)

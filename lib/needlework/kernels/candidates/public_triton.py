@@ -32,8 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlework.kernels.attention import gather_entries, sink_factor
-from needlework.kernels.selection import slots_of
+from needlework.kernels.reference import gather_entries, sink_factor, slots_of
 from needlework.pages import LAYOUTS
 
 Function = Callable[..., Any]
@@ -79,7 +78,7 @@ def sglang_act_quant(load_file: LoadFile) -> Function:
 def sglang_transform_index(load_file: LoadFile) -> Function:
     """Translation of positions to slots; positions are torch's, and the page table is spread out to one slot a key."""
     module = load_file(package_file("sglang", "kernels/ops/attention/dsa/transform_index.py"))
-    from needlework.kernels.selection import select_topk
+    from needlework.kernels.reference import select_topk
 
     def select(logits, lengths, k, page_table=None, *, page_tokens=64):
         only(page_table is not None, "a page table")

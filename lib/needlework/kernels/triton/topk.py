@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from needlework.kernels.triton_runtime import INTERPRETED, LAUNCH, check_device
+from needlework.kernels.triton.runtime import INTERPRETED, LAUNCH, check_device
 
 import triton  # isort: skip  # after the runtime, which chooses between compiler and interpreter
 import triton.language as tl  # isort: skip
