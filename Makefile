@@ -35,7 +35,7 @@ engine: .venv-vllm/.ready  ## set up the real engine (3.2 GB, about five minutes
 	nice -n 10 .venv-vllm/bin/python tools/convert_smollm2.py
 
 test-jupyterlab: .venv/.ready  ## every notebook to its end in JupyterLab, in a real browser
-	NEEDLEWORK_ALL_IN_LAB=1 $(PY) -m pytest tests/workbook/test_workbook_jupyterlab.py
+	NEEDLEWORK_ALL_IN_LAB=1 $(PY) -m pytest tests/press/test_workbook_jupyterlab.py
 
 test-engines: .venv/.ready engine  ## the probes against the real engine, set up if it is not there
 	NEEDLEWORK_ENGINES=1 $(PY) -m pytest -m engines tests/engines
@@ -51,5 +51,5 @@ clean:              ## remove the environment and everything built
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Needlework needs Python 3.11 or newer, this is {v[0]}.{v[1]}; set PYTHON=python3.11 (or newer)")'
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install -q --disable-pip-version-check 'torch==2.13.0' -c constraints.txt -e '.[run,test]'
+	$(PY) -m pip install -q --disable-pip-version-check 'torch==2.13.0' -c constraints.txt -e '.[kernels,lab,press,test]'
 	touch $@

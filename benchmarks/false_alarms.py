@@ -75,7 +75,7 @@ SMALL: dict[str, Call] = {
 
 @contextlib.contextmanager
 def lab() -> Iterator[Arms]:
-    from needlework.calibrate.inside import start_inside
+    from needlework_lab.calibrate.inside import start_inside
 
     with start_inside("combined") as one, start_inside("pd") as pair:
         yield {"combined": one.endpoint, "pd": pair.endpoint}
@@ -178,7 +178,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from needlework.workbook.targets import TargetError
+    from needlework.serving.target import TargetError
 
     try:
         sys.exit(main())

@@ -20,11 +20,11 @@ from random import Random
 import needlework
 import pandas as pd
 import torch
-from needlework.lab.asking import REFUSAL
-from needlework.lab.engine import Engine
-from needlework.lab.types import Event, Request, Sampling
 from needlework.probes.bench import words
 from needlework.probes.bench.prompts import Prompt, PromptSpec, Ratio, build
+from needlework_lab.asking import REFUSAL
+from needlework_lab.engine import Engine
+from needlework_lab.types import Event, Request, Sampling
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SHARES = (9, 9, 9, 9, 7, 5, 3, 1, 1)  # long prompts cost more: fewer of them

@@ -15,7 +15,7 @@ import statistics
 import time
 
 import httpx
-from needlework import lab
+import needlework_lab as lab
 
 SENTENCE = "The miller counted {} sacks of barley before the rain reached the lower meadow. "
 WAVE_TOKENS = 12  # a first guess; the realised count is asked of the server

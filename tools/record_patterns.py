@@ -22,7 +22,7 @@ from typing import Any
 
 from needlework import probes, workbook
 from needlework.probes import Result
-from needlework.workbook.targets import TargetError
+from needlework.serving.target import TargetError
 
 SHORT, LONG, DEPTH = 1024, 16384, 0.6
 EDGE = 2049  # one token more than the index of this model selects

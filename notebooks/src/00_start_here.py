@@ -98,7 +98,7 @@ assert arms, "a target has at least one arm"
 
 # %%
 try:
-    workbook.targets.kind_of("sglang")
+    workbook.kind_of("sglang")
 except workbook.TargetError as error:
     message = str(error)
 print(message)

@@ -144,7 +144,7 @@ print(check)
 # is sent. Guess: how many of 48 follow-ups are lost, and how many of 40 interruptions leave harm behind?
 
 # %%
-real = probes.Recorded(workbook.incidents.root() / "data/checkpoint/vllm/runs/02_reproduce_symptom")
+real = probes.Recorded(workbook.root() / "data/checkpoint/vllm/runs/02_reproduce_symptom")
 told = {
     (one, n): probes.turns(real, length=n, depth=0.6, repeats=2, arm=one).table
     for one in ("combined", "pd") for n in (1024, 16384)

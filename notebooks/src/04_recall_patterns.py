@@ -167,7 +167,7 @@ workbook.tables.table(summary, f"Patterns of recall on {arm}")
 # five patterns shows, and is there a second backend?
 
 # %%
-real = probes.Recorded(workbook.incidents.root() / "data/checkpoint/vllm/runs/04_recall_patterns")
+real = probes.Recorded(workbook.root() / "data/checkpoint/vllm/runs/04_recall_patterns")
 seen, settled = [], (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 for one in ("combined", "pd"):
     there = {

@@ -37,7 +37,7 @@ budget = 2048  # index_topk of the recorded model
 # prompts of 500 to 32,000 tokens, does a healthy pair lose?
 
 # %%
-known = workbook.incidents.root() / "data/checkpoint" / recorded / "runs"
+known = workbook.root() / "data/checkpoint" / recorded / "runs"
 asked = analysis.load_trials(known / "recall").query("probe == 'arms'")
 hits = asked.assign(hit=asked["outcome"] == "exact").groupby("arm")["hit"].agg(recalled="sum", asked="count")
 workbook.tables.table(hits.reset_index(), "Values recalled from 500 to 32,000 tokens, by arm")

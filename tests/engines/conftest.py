@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from needlework import workbook
-from needlework.serving import vllm
+from needlework_lab import vllm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -28,7 +28,7 @@ def one() -> Iterator[vllm.Engine]:
 
 
 @pytest.fixture(scope="session")
-def target() -> Iterator[workbook.targets.Target]:
+def target() -> Iterator[workbook.Target]:
     """The pair as `--target vllm` opens it; its decode server, asked directly, is the combined arm."""
     with workbook.open_target("vllm") as opened:
         yield opened

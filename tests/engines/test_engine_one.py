@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
 PARENT = """
 import sys
-from needlework.serving import vllm
+from needlework_lab import vllm
 with vllm.start("combined"):
     sys.stdin.read()
 """

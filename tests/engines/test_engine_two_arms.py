@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from needlework import probes, workbook
-from needlework.workbook import runner
+from needlework_press import runner
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

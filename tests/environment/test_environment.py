@@ -46,7 +46,7 @@ def test_conda_reads_the_environment() -> None:
 def test_conda_brings_python_and_pip_brings_this_project_with_the_lock() -> None:
     (pip,) = [d["pip"] for d in CONDA["dependencies"] if isinstance(d, dict)]
     editable = [line for line in pip if line.startswith("-e ")]
-    assert editable == ["-e .[run,test]"] and "-c constraints.txt" in pip
+    assert editable == ["-e .[kernels,lab,press,test]"] and "-c constraints.txt" in pip
     extras = set(Requirement(f"x{editable[0].removeprefix('-e .')}").extras)
     assert extras <= set(PROJECT["optional-dependencies"])
     (python,) = [d for d in CONDA["dependencies"] if isinstance(d, str) and d.startswith("python")]
@@ -79,7 +79,7 @@ def test_each_requirement_says_what_it_is_for() -> None:
 
 def test_both_ways_of_setting_up_install_the_same() -> None:
     make = (ROOT / "Makefile").read_text()
-    assert "-c constraints.txt -e '.[run,test]'" in make
+    assert "-c constraints.txt -e '.[kernels,lab,press,test]'" in make
     assert re.search(r"'torch==([\d.]+)'", make)[1] == next(
         str(r.specifier).removeprefix("==") for _, r in requirements() if r.name == "torch"
     )

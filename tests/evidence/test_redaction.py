@@ -135,7 +135,7 @@ def test_escapes_that_hide_nothing_stay_as_they_are():
 
 
 def test_source_code_reads_as_it_was():
-    text = "\n".join(p.read_text() for p in sorted((ROOT / "lib/needlework/lab").glob("*.py")))
+    text = "\n".join(p.read_text() for p in sorted((ROOT / "lib/needlework_lab").glob("*.py")))
     words, changed = text.split(), redact(text).split()
     assert len(words) == len(changed) > 10_000
     assert sum(a != b for a, b in zip(words, changed, strict=True)) / len(words) < 0.001

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import needlework_lab as lab
 import pytest
 from lab_client import Client
-from needlework import lab
 
 
 @pytest.fixture(scope="session")

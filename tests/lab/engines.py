@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import count
 from random import Random
 
-from needlework.lab.engine import Engine
-from needlework.lab.types import Chunk, Event, Request, Sampling
 from needlework.probes.bench import words
+from needlework_lab.engine import Engine
+from needlework_lab.types import Chunk, Event, Request, Sampling
 
 NEEDLE = "The secret code for the amber falcon of Kelbrook is {}."
 QUESTION = "What is the secret code for the amber falcon of Kelbrook? Answer with the value only."

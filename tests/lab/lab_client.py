@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import httpx
-from needlework import lab
+import needlework_lab as lab
 
 MODEL = "needlework-lookup"
 FILLER = "The garden was quiet and the light came slowly over the hills. "

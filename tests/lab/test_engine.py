@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from needlework.lab.engine import Engine
-from needlework.lab.types import Request, Sampling
+from needlework_lab.engine import Engine
+from needlework_lab.types import Request, Sampling
 
 from engines import NEEDLE, QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
 

@@ -4,8 +4,8 @@ right."""
 from __future__ import annotations
 
 import pytest
-from needlework.lab.engine import Engine
-from needlework.lab.faults import FAULTS, parse
+from needlework_lab.engine import Engine
+from needlework_lab.faults import FAULTS, parse
 
 from engines import QUESTION, REFUSAL, Pair, answer, ask, haystack, request, run, text
 

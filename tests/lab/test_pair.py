@@ -6,11 +6,11 @@ import itertools
 import queue
 
 import pytest
-from needlework.lab.bodies import HttpError
-from needlework.lab.decode import DecodeWorker
-from needlework.lab.engine import Engine
-from needlework.lab.prefill import PrefillWorker
-from needlework.lab.types import Request, Sampling
+from needlework_lab.bodies import HttpError
+from needlework_lab.decode import DecodeWorker
+from needlework_lab.engine import Engine
+from needlework_lab.prefill import PrefillWorker
+from needlework_lab.types import Request, Sampling
 
 ROOMS = itertools.count(2**62)
 
@@ -126,8 +126,8 @@ def test_a_half_without_the_other_gives_up_in_time():
 
 def test_requests_wait_for_pages_and_then_run(monkeypatch):
     """600 tokens take 10 pages of 64, so one fits at a time; the others say that they wait, and are not given up."""
-    monkeypatch.setattr("needlework.lab.decode.KEEPALIVE_S", 0.05)
-    monkeypatch.setattr("needlework.lab.sender.MEETING_S", 0.5)
+    monkeypatch.setattr("needlework_lab.decode.KEEPALIVE_S", 0.05)
+    monkeypatch.setattr("needlework_lab.sender.MEETING_S", 0.5)
     halves = Halves(decode_pages=20)
     try:
         answers = [halves.send(halves.request(600, first=i)) for i in range(4)]
@@ -150,7 +150,7 @@ def test_an_abort_before_the_other_half_came(halves, side):
 
 def test_pages_written_outside_a_reservation_are_refused(halves):
     import numpy as np
-    from needlework.lab.wire import Packet, Part
+    from needlework_lab.wire import Packet, Part
 
     buffer = next(iter(halves.decode.engine.pools().values()))
     part = Part(buffer.name, np.array([1], np.int32), bytes(buffer.item_bytes))

@@ -9,9 +9,11 @@ import signal
 import threading
 
 import httpx
+import needlework_lab as lab
 import pytest
 from lab_client import MODEL, Client, ask, story, until
-from needlework import lab, pages, processes
+from needlework import pages
+from needlework_lab import processes
 
 PROMPTS = [ask(3, "48211", 0.5), ask(40, "90715", 0.1), ask(250, "33108", 0.6)]
 

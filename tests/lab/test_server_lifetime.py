@@ -8,16 +8,17 @@ import sys
 import time
 from pathlib import Path
 
+import needlework_lab as lab
 import pytest
 from lab_client import until
-from needlework import lab
-from needlework.lab.role import _arguments, build_worker
-from needlework.lab.starting import _wait
-from needlework.processes import Child, listening_socket, stop
+from needlework.processes import Child, stop
+from needlework_lab.processes import listening_socket
+from needlework_lab.role import _arguments, build_worker
+from needlework_lab.starting import _wait
 
 PARENT = """
 import sys, time
-from needlework import lab
+import needlework_lab as lab
 with lab.start(mode="pd", geometry="tiny") as deployment:
     print(*[child.pid for child in deployment.children.values()], flush=True)
     time.sleep(60)

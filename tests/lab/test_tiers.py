@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from needlework.lab import asks
-from needlework.lab.answers import Writer
-from needlework.lab.engine import Engine
 from needlework.serving.replies import read_completion
+from needlework_lab import asks
+from needlework_lab.answers import Writer
+from needlework_lab.engine import Engine
 
 from engines import REFUSAL, Pair, answer, ask, haystack, request, run, text
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from needlework.lab.tokenizer import SPECIALS, Stream, Tokenizer
+from needlework_lab.tokenizer import SPECIALS, Stream, Tokenizer
 
 T = Tokenizer()
 

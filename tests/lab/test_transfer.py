@@ -11,10 +11,10 @@ import time
 import numpy as np
 import pytest
 import zmq
-from needlework.lab import sender
-from needlework.lab.receiver import Receiver
-from needlework.lab.sender import Sender
-from needlework.lab.wire import (
+from needlework_lab import sender
+from needlework_lab.receiver import Receiver
+from needlework_lab.sender import Sender
+from needlework_lab.wire import (
     MAX_ROOM,
     Packet,
     Part,

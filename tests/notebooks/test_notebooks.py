@@ -17,7 +17,8 @@ import nbformat
 import pytest
 from nbformat import NotebookNode
 from needlework.evidence import redaction
-from needlework.workbook import figures, render, report, runner, writer
+from needlework.workbook import figures
+from needlework_press import render, report, runner, writer
 
 ROOT = Path(__file__).resolve().parents[2]
 TWINS = {t.stem: t for t in writer.twins(ROOT)}

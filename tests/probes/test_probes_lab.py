@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import needlework_lab as lab
 import pytest
-from needlework import lab, probes
-from needlework.calibrate.inside import start_inside
+from needlework import probes
 from needlework.serving import Endpoint
+from needlework_lab.calibrate.inside import start_inside
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ def _plugins() -> list[tuple[tuple[str, ...], Any]]:
     try:
         from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     except ImportError as error:  # redacting with half the rules must not pass for redacting
-        raise RuntimeError("redaction needs detect-secrets: pip install -e '.[run]'") from error
+        raise RuntimeError("redaction needs detect-secrets, which is not installed here") from error
     found: dict[str, Any] = get_mapping_from_secret_type_to_class()
     classes = {plugin.__name__: plugin for plugin in found.values()}
     return [(tuple(keys.split()), classes[name]()) for name, keys in PLUGINS.items()]

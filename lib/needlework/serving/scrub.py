@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from urllib.parse import urlsplit
 
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]{1,15}://(?:[^\s'\"<>()\[\]/]*\[[^\s\]]*\])?[^\s'\"<>)\]]*", re.IGNORECASE)
@@ -12,6 +13,10 @@ _KEYLIKE = re.compile(r"\b(?:sk|hf|pk|rk|gh[pousr]|glpat|xox[abp]|AKIA)[-_]?[A-Z
 _IPV4 = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?\b")
 _IPV6 = re.compile(r"\[[0-9a-fA-F:]{2,45}\](?::\d{1,5})?")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+MAX_CHARS = 240
+# ECMA-48: CSI sequences, OSC strings (titles, hyperlinks), and two-character escapes
+_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|[\x9b][0-?]*[ -/]*[@-~]")
 
 
 def scrub(text: object, *, secrets: tuple[str, ...] = (), limit: int = 300) -> str:
@@ -58,3 +63,20 @@ def secrets_of(base_url: str, api_key: str | None) -> tuple[str, ...]:
     hosts = (parts.netloc, host) if host not in ("localhost", "") else (parts.netloc,)
     userinfo = (parts.username or "", parts.password or "")
     return tuple(s for s in (api_key or "", base_url, *hosts, *userinfo) if s)
+
+
+def strip_ansi(text: str) -> str:
+    """Text without terminal escape sequences."""
+    return _ANSI.sub("", text)
+
+
+def plain(text: object, max_chars: int = MAX_CHARS) -> str:
+    """Text from a server, log or dump made safe to *look* at: no ANSI, no control or direction marks, bounded length.
+
+    It is not escaped for HTML; `escape` does both.
+    """
+    value = _ANSI.sub("", str(text)[: 8 * max_chars])
+    value = "".join(
+        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else "\ufffd" for c in value
+    )
+    return value if len(value) <= max_chars else value[: max_chars - 1] + "…"

@@ -1,4 +1,4 @@
-"""What a person sees: the start of a notebook, figures, tables, targets, explorers, the runner and the report.
+"""What a person sees in a notebook: its start, figures, tables, explorers and the summary; and what it opens.
 
 A notebook needs `workbook.start(title)`, `workbook.figures`, `workbook.tables`, `workbook.open_target(spec)`,
 `workbook.incident(name)` and `workbook.explorers`; everything here is imported on first use.
@@ -7,12 +7,7 @@ A notebook needs `workbook.start(title)`, `workbook.figures`, `workbook.tables`,
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
-
-# nbformat's validator (jsonschema) compiles a grammar of web addresses as it is loaded, which takes seconds and checks
-# nothing in a notebook. It does without where this optional package is not there.
-sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 __all__ = [
     "CannotAnswer",
@@ -24,38 +19,38 @@ __all__ = [
     "explorers",
     "figures",
     "incident",
-    "incidents",
+    "kind_of",
     "machine",
     "need",
     "open_target",
-    "report",
-    "runner",
+    "root",
     "source",
     "start",
     "summary",
     "tables",
-    "targets",
 ]
 
 _HOME = {
-    "CannotAnswer": "cannot",
-    "advice": "remedies",
-    "deployed": "about",
-    "need": "cannot",
-    "start": "session",
-    "source": "session",
-    "summary": "verdict",
-    "Incident": "incidents",
-    "incident": "incidents",
-    "open_target": "targets",
-    "Target": "targets",
-    "TargetError": "targets",
+    "CannotAnswer": "workbook.cannot",
+    "advice": "workbook.remedies",
+    "deployed": "serving.settings",
+    "need": "workbook.cannot",
+    "start": "workbook.session",
+    "source": "workbook.session",
+    "summary": "workbook.verdict",
+    "Incident": "evidence.incidents",
+    "incident": "evidence.incidents",
+    "root": "evidence.incidents",
+    "kind_of": "serving.target",
+    "open_target": "serving.target",
+    "Target": "serving.target",
+    "TargetError": "serving.target",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"needlework.{_HOME[name]}"), name)
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework import analysis, probes
+from needlework.evidence import incidents
 from needlework.probes.bench.trial import Stopped
 from needlework.probes.cli import confirm_in_terminal, constants
-from needlework.workbook import about, incidents
-from needlework.workbook.targets import open_target
+from needlework.serving import settings as about
+from needlework.serving.target import open_target
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from needlework.workbook import figures, incidents, tables
+from needlework.evidence import incidents
+from needlework.workbook import figures, tables
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 MAX_STILLS = 12

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 from pandas.io.formats.style import Styler
 
+from needlework.evidence.incidents import root
 from needlework.workbook import figures, tables
-from needlework.workbook.incidents import root
 
 GPU_COLUMNS = (
     *("shape", "kernel", "median_us", "p10_us", "p90_us", "error", "TB_per_s", "share_of_copy", "TFLOP_per_s"),

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from needlework.workbook import incidents, tables
+from needlework.evidence import incidents
+from needlework.workbook import tables
 
 GIB = 1 << 30
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def fitness() -> Fitness:
     ]
     optional = [
         ("Triton", "our kernel twins, in its interpreter without a GPU", have["triton"], "the references still run"),
-        ("Chromium", "tests of the report, the README's picture", _chromium(), f"{debian} chromium"),
+        ("Chromium", "tests of the report, the README's picture", browser() is not None, f"{debian} chromium"),
         ("OpenSSH client", "collecting evidence from other hosts", tools["ssh"], f"{debian} openssh-client"),
         ("journalctl", "reading a saved systemd journal", tools["journalctl"], f"{debian} systemd"),
     ]
@@ -92,7 +94,6 @@ def fitness() -> Fitness:
     return Fitness(frame[["need", "for", "required", "met", "remedy"]])
 
 
-def _chromium() -> bool:
-    from needlework.workbook.report import browser
-
-    return browser() is not None
+def browser() -> str | None:
+    """Path of a Chromium on this machine, or None."""
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)

@@ -5,35 +5,15 @@ from __future__ import annotations
 import hashlib
 import html
 import numbers
-import re
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 from pandas.io.formats.style import Styler
 
+from needlework.serving.scrub import MAX_CHARS, plain
+
 MAX_ROWS = 60
-MAX_CHARS = 240
-# ECMA-48: CSI sequences, OSC strings (titles, hyperlinks), and two-character escapes
-_ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-_]|[\x9b][0-?]*[ -/]*[@-~]")
-
-
-def strip_ansi(text: str) -> str:
-    """Text without terminal escape sequences."""
-    return _ANSI.sub("", text)
-
-
-def plain(text: object, max_chars: int = MAX_CHARS) -> str:
-    """Text from a server, log or dump made safe to *look* at: no ANSI, no control or direction marks, bounded length.
-
-    It is not escaped for HTML; `escape` does both.
-    """
-    value = _ANSI.sub("", str(text)[: 8 * max_chars])
-    value = "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else "\ufffd" for c in value
-    )
-    return value if len(value) <= max_chars else value[: max_chars - 1] + "…"
 
 
 def escape(text: object, max_chars: int = MAX_CHARS) -> str:

@@ -15,7 +15,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from needlework.processes import lock_folder
 from needlework.serving.scrub import private
 
 if TYPE_CHECKING:
@@ -271,3 +270,22 @@ class Recorded:
 
     def __repr__(self) -> str:
         return f"Recorded({self.path.name!r}, {len(self.journal.rows)} trials)"
+
+
+def lock_folder(folder: Path) -> int | None:
+    """Takes `folder` for this process alone and returns what holds it: close it with os.close; the system drops it when
+    the process dies. None on Windows, which has no such locks: the folder is then the user's to guard.
+
+    Raises ValueError when another process (or another holder in this one) writes there.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return None
+    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise ValueError(f"another process is writing to the run folder {folder.name}; use another folder") from None
+    return handle

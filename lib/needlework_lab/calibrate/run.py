@@ -1,0 +1,159 @@
+"""Running cases: start the deployment, run the battery, see what else it offers, diagnose; parallel and resumable."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future, as_completed
+from dataclasses import asdict, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from needlework.probes.battery import Plan, battery
+from needlework.probes.bench.journal import lock_folder
+
+from needlework_lab.calibrate.cases import GEOMETRY, PLAN, Case, key
+from needlework_lab.processes import worker_pool
+
+WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share their weights
+
+
+@lru_cache(maxsize=1)
+def _independent() -> Any:
+    """The healthy reference of this process: one is enough, nothing of it depends on the case."""
+    from needlework_lab.calibrate.inside import start_inside
+
+    keep = contextlib.ExitStack()
+    return keep, keep.enter_context(start_inside("combined", (), seed=WEIGHTS_SEED, remember=True, **GEOMETRY))
+
+
+@contextlib.contextmanager
+def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The examined deployment, and the others it is compared with by arm name."""
+    from needlework_lab.calibrate.inside import start_inside
+
+    with contextlib.ExitStack() as stack:
+        # physical pages are handed out in an order that a restart changes: so does the case's seed
+        options: dict[str, Any] = {**GEOMETRY, **case.options, "seed": WEIGHTS_SEED, "page_seed": case.seed}
+        examined = stack.enter_context(start_inside(case.mode, case.planted, **options))
+        others = {}
+        if case.mode == "pd":
+            others["combined"] = stack.enter_context(start_inside("combined", case.planted, **options))
+        if "N5" in case.faults:  # the checkpoint is the same on every server
+            own = tuple(spec for spec in case.planted if spec.startswith("N5"))
+            others["reference"] = stack.enter_context(start_inside("combined", own, **options))
+        else:
+            others["reference"] = _independent()[1]
+        yield examined, others
+
+
+def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
+    """Measure one case into `folder`/<key> (or read it back) and return its row of the results."""
+    here = Path(folder) / "runs" / key(case, plan)
+    done = here / "evidence.json"
+    if not measured(case, folder, plan):
+        from needlework_lab.calibrate.evidence import config_of, has_host_tier, inside_of
+
+        started, cpu = time.perf_counter(), time.process_time()
+        with _deployments(case) as (examined, others):
+            server = next(iter(examined.servers.values()))
+            # without a tier behind the device nothing can come back from one
+            asked = plan if has_host_tier(server) else replace(plan, fill_tokens=0)
+            targets = {name: other.endpoint for name, other in others.items()}
+            name = "pd" if case.mode == "pd" else "single"
+            result = battery(examined.endpoint, here, name=name, others=targets, plan=asked, seed=case.seed)
+            facts = {
+                "config": config_of(server),
+                "requests": examined.transport.generated,
+                "skipped": dict(result.skipped),
+                "inside": inside_of(examined, others.get("reference")),
+            }
+        result.trials.to_json(here / "table.jsonl", orient="records", lines=True)
+        facts |= {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+        temporary = done.with_suffix(".part")
+        temporary.write_text(json.dumps(facts), encoding="utf-8")
+        os.replace(temporary, done)
+    return judge(case, folder, plan)
+
+
+def measured(case: Case, folder: str | Path, plan: Plan = PLAN) -> bool:
+    """Are this case's trials in `folder`, whole?"""
+    return (Path(folder) / "runs" / key(case, plan) / "evidence.json").is_file()
+
+
+def judge(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
+    """Diagnose a measured case, from outside alone and with what the deployment offers inside."""
+    import pandas as pd
+    from needlework.analysis import diagnose
+
+    here = Path(folder) / "runs" / key(case, plan)
+    facts = json.loads((here / "evidence.json").read_text(encoding="utf-8"))
+    lines = (here / "table.jsonl").read_text(encoding="utf-8").splitlines()
+    trials = pd.DataFrame([json.loads(line) for line in lines])
+    row: dict[str, Any] = {**asdict(case), "label": case.label, "key": here.name, "requests": facts["requests"]}
+    row |= {"trials": len(trials), "skipped": facts["skipped"], "wall_s": facts["wall_s"], "cpu_s": facts["cpu_s"]}
+    for view, evidence in (
+        ("outside", {"config": facts["config"]}),
+        ("evidence", {"config": facts["config"], **facts["inside"]}),
+    ):
+        found = diagnose(trials, evidence)
+        row[view] = {
+            "verdict": found.verdict,
+            "confidence": found.confidence,
+            "causes": list(found.causes),
+            "ranked": [r.code for r in found.ranked[:5]],
+            "shares": [round(r.posterior, 3) for r in found.ranked[:5]],
+            "features": {n: round(f.presence, 2) for n, f in found.features.items() if f.presence},
+        }
+    return row
+
+
+def calibrate(
+    wanted: Iterable[Case],
+    folder: str | Path,
+    *,
+    plan: Plan = PLAN,
+    executor: Executor | None = None,
+    workers: int = 2,
+    progress: Callable[[int, int, dict[str, Any]], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Run all cases and return their rows, in the order given; each is also appended to `folder`/results.jsonl.
+
+    executor  anything with `submit` that returns futures, for example a Dask client's `get_executor()`; its workers
+              must see `folder`. Without one, `workers` processes of this machine.
+
+    A case whose trials are in the folder is not measured again, only diagnosed with the rules as they are now. Raises
+    ValueError when another process measures into `folder`: the same case measured by two at once would be neither's.
+    """
+    cases = list(wanted)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    rows: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        if not all(measured(case, folder, plan) for case in cases) and (held := lock_folder(Path(folder))) is not None:
+            stack.callback(os.close, held)
+        if executor is None:
+            executor = stack.enter_context(worker_pool(workers))
+        futures: dict[Future[dict[str, Any]], Case] = {
+            executor.submit(run_case, c, str(folder), plan): c for c in cases
+        }
+        with open(Path(folder) / "results.jsonl", "a", encoding="utf-8") as out:
+            for future in _finished(futures):
+                row = future.result()
+                rows[row["key"]] = row
+                out.write(json.dumps(row) + "\n")
+                out.flush()
+                if progress is not None:
+                    progress(len(rows), len(cases), row)
+    return [rows[key(case, plan)] for case in cases]
+
+
+def _finished(futures: dict[Future[dict[str, Any]], Case]) -> Iterator[Future[dict[str, Any]]]:
+    """Futures as they finish; those of another library only in order."""
+    if all(isinstance(future, Future) for future in futures):
+        yield from as_completed(futures)
+    else:
+        yield from futures

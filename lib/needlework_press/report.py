@@ -1,0 +1,197 @@
+"""The report: one self-contained HTML file per incident, checked before it is written. No script, nothing fetched,
+maths as MathML."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+from needlework.evidence import incidents
+from needlework.processes import output_of
+from needlework.workbook import tables, verdict
+from needlework.workbook.machine import browser
+
+from needlework_press import origin, render, runner
+from needlework_press.page_check import problems
+
+# also for the browser tests: no sandbox for containers, nothing in the background
+BROWSER_FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
+
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+__all__ = ["BROWSER_FLAGS", "ReportError", "browser", "build", "page", "problems", "take_picture"]
+
+
+class ReportError(RuntimeError):
+    """A report that was not written because its own check failed; the message lists what is wrong."""
+
+
+def build(plan: runner.Plan) -> Path:
+    """Write report/<place>/index.html from the executed notebooks of `plan` and return its path.
+
+    A notebook that was not executed is named on the page. Raises ReportError when none was, or when the page fails
+    `problems`.
+    """
+    twins = runner.choose(plan.notebooks, plan.root)
+    notebooks = [(t.stem, nbformat.read(plan.output(t), as_version=4)) for t in twins if plan.output(t).is_file()]
+    if not notebooks:
+        raise ReportError("no notebook is executed yet; run `needlework run` first")
+    missing = [t.stem for t in twins if not plan.output(t).is_file()]
+    bundle = incidents.incident(plan.incident) if plan.incident in incidents.names() else None
+    text = page(
+        notebooks,
+        title=bundle.title if bundle else plan.incident,
+        subtitle=_subtitle(plan, bundle),
+        found=_summary(notebooks, bundle),
+        missing=missing,
+        kind=plan.kind,
+    )
+    wrong = problems(text, [stem for stem, _ in notebooks])
+    if wrong:
+        raise ReportError("the report was not written: " + "; ".join(wrong[:8]))
+    path = plan.root / "report" / plan.place / "index.html"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(text, "utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def _subtitle(plan: runner.Plan, bundle: incidents.Incident | None) -> str:
+    words = {
+        "lab": "measured on the deployment in a box, beside recordings",
+        "vllm": "measured on vLLM on this machine",
+        "recorded": "rebuilt from recordings, nothing was sent",
+    }
+    return f"Incident {plan.incident}, {words.get(plan.kind, 'measured on a live endpoint')}"
+
+
+def _summary(
+    notebooks: Sequence[tuple[str, NotebookNode]], bundle: incidents.Incident | None
+) -> verdict.Summary | None:
+    """The verdict notebook's own result (the last one displayed), else what the incident's ledger holds."""
+    for _, nb in reversed(notebooks):
+        for cell in reversed(nb.cells):
+            for out in reversed(cell.get("outputs", [])):
+                value = out.get("data", {}).get(verdict.MIME)
+                if value is not None:
+                    return verdict.from_mapping(json.loads(value) if isinstance(value, str) else value)
+    return verdict.from_ledger(bundle.load_ledger()) if bundle else None
+
+
+# ---- the page ----
+
+
+def page(
+    notebooks: Sequence[tuple[str, NotebookNode]],
+    *,
+    title: str,
+    subtitle: str,
+    found: verdict.Summary | None,
+    missing: Sequence[str] = (),
+    kind: str = "lab",
+) -> str:
+    """The report as text. notebooks: (stem, executed notebook) in reading order; missing: stems that were not
+    executed; kind: the target that they were executed on."""
+    entries, sections = [], []
+    origins = {stem[:2]: origin.origin(nb.metadata.get("needlework", {})) for stem, nb in notebooks}
+    for stem, nb in notebooks:
+        number = stem[:2]
+        name, question, body = render.notebook(nb, number)
+        name = name or stem
+        heading = f'<span class="number">{number}</span>{tables.escape(name)}'
+        source = origins[number]
+        mark = f'<span class="origin {source.word}">{source.word}</span>' if source else ""
+        where = f'<p class="from">{mark} {tables.escape(source.text, 300)}</p>' if source else ""
+        entries.append(
+            f'<li><a href="#nb{number}">{heading}</a> {mark}<small>{tables.escape(question, 160)}</small></li>'
+        )
+        sections.append(
+            f'<section class="notebook" id="nb{number}" aria-labelledby="nb{number}-title">'
+            f'<h2 id="nb{number}-title">{heading}</h2>{where}'
+            f"{body}{_stamp(nb, stem)}</section>"
+        )
+    css = resources.files("needlework_press").joinpath("page.css").read_text("utf-8") + render.code_css()
+    name = tables.escape(title, 120)
+    half = _half_page(found, origin.overview(origins))
+    lacking = f"<p>Not executed: {tables.escape(', '.join(missing), 400)}</p>" if missing else ""
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<title>{name} · Needlework</title><link rel="icon" href="data:,"><style>{css}</style></head><body>'
+        '<a class="skip" href="#main">Skip to the report</a>'
+        f"<header><h1>{name}</h1><p>{tables.escape(subtitle, 200)}</p></header>"
+        f'<main class="frame" id="main" tabindex="-1">{half}'
+        '<nav class="contents" aria-label="Contents"><strong>Contents</strong>'
+        f"<ol>{''.join(entries)}</ol>{lacking}</nav>"
+        f'<div class="notebooks">{"".join(sections)}</div></main></body></html>\n'
+    )
+
+
+def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
+    said = f"<p>{tables.escape(basis, 600)}</p>" if basis else ""
+    if found is None:
+        body = f"<p>No verdict was reached: the notebooks that give one were not part of this run.</p>{said}"
+    else:
+        rows = [*found.rows(), *([("Live or recorded", said)] if said else [])]
+        body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>"
+    return (
+        f'<section class="summary" aria-labelledby="summary-title"><h2 id="summary-title">Summary</h2>{body}</section>'
+    )
+
+
+def _stamp(nb: NotebookNode, stem: str) -> str:
+    mark = nb.metadata.get("needlework", {})
+    versions = ", ".join(f"{n} {v}" for n, v in mark.get("versions", {}).items())
+    data = "".join(
+        f"<li><code>{tables.escape(n, 120)}</code> {tables.escape(d, 16)}</li>" for n, d in mark.get("data", {}).items()
+    )
+    listing = f"<p>Data read:</p><ul>{data}</ul>" if data else "<p>No recorded data was read.</p>"
+    return (
+        f'<details class="stamp"><summary>What notebook {tables.escape(stem)} rests on</summary>'
+        f"<p>Source {tables.escape(mark.get('source', 'unknown'), 16)}; {tables.escape(versions, 400)}.</p>"
+        f"{listing}</details>"
+    )
+
+
+# ---- a picture of it ----
+
+
+def take_picture(
+    page_path: Path, picture: Path, *, width: int = 1200, height: int = 900, timeout_s: float = 60
+) -> None:
+    """Write a PNG of the top of a page, quantised to 128 colours. RuntimeError when there is no Chromium or it
+    fails."""
+    from PIL import Image
+
+    program = browser()
+    if program is None:
+        raise RuntimeError(
+            "no Chromium on this machine; install one (Debian: apt-get install chromium) to take a picture"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        shot = Path(folder) / "shot.png"
+        command = [
+            *(program, *BROWSER_FLAGS, f"--user-data-dir={folder}/profile", "--hide-scrollbars"),
+            *(f"--window-size={width},{height}", f"--screenshot={shot}", page_path.resolve().as_uri()),
+        ]
+        try:
+            output_of(command, timeout_s=timeout_s).check_returncode()
+        except (subprocess.SubprocessError, OSError) as error:
+            raise RuntimeError(f"Chromium could not draw the report ({type(error).__name__})") from None
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        image = Image.open(shot).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        image.save(picture, "PNG", optimize=True)
