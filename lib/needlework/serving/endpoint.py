@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import httpx
+from httpx_aiohttp import AiohttpTransport
 
-from .replies import EventStream, Message, Reply, TransportError, decode, parse_json, read_completion
+from .replies import EventStream, Message, Reply, TransportError, decode, error_words, parse_json, read_completion
 from .scrub import scrub, secrets_of
 
 PROBE_TIMEOUT_S = 30.0  # of a question that only finds out what the endpoint can do
@@ -35,6 +40,7 @@ class Endpoint:
     tokenizer_url   where token counts are asked when this URL is a router without /tokenize (a worker's URL)
     metrics_url     where /metrics answers when not here (a router serves it on a port of its own)
     cache_url       the server whose prefix cache counts when an answer cannot say so (the prefill server of a pair)
+    ca_file         certificates to trust beside the system's, for a server that signed its own
     extra           fields merged into every generation request, for example {"chat_template_kwargs": {...}}
     repeatable      True: every run sends the same bytes, for a deployment that was started for it. False: each run's
                     prompts get first lines of their own, or what an earlier run left in the prefix cache answers
@@ -52,6 +58,7 @@ class Endpoint:
         tokenizer_url: str | None = None,
         metrics_url: str | None = None,
         cache_url: str | None = None,
+        ca_file: str | Path | None = None,
         extra: dict[str, Any] | None = None,
         repeatable: bool = False,
         transport: httpx.AsyncBaseTransport | None = None,
@@ -67,6 +74,7 @@ class Endpoint:
         self._key = api_key
         self._max_connections = max_connections
         self._transport = transport
+        self._trust = _trust(ca_file)
         self._secrets = secrets_of(self.base_url, api_key)
         self.metrics_url = _clean(metrics_url) if metrics_url else None
         self.cache_url = _clean(cache_url) if cache_url else None
@@ -168,16 +176,22 @@ class Endpoint:
         body.setdefault("stream_options", {"include_usage": True})
         parts = EventStream(self.scrub, started, first)
         async with self._open("POST", path, body, sent=sent) as (response, chunks):
-            if "text/event-stream" not in response.headers.get("content-type", ""):
-                raw = b"".join([chunk async for chunk in chunks])
-                # some servers ignore "stream"; their single body is a valid answer without a first-token time
-                return read_completion(
-                    parse_json(raw), _marks(response.headers), time.perf_counter() - started, self.scrub
-                )
-            async for chunk in chunks:
-                if parts.feed(chunk):
-                    break
-            return parts.reply(_marks(response.headers))
+            try:
+                if "text/event-stream" not in response.headers.get("content-type", "").casefold():
+                    raw = b"".join([chunk async for chunk in chunks])
+                    if not raw.lstrip().startswith((b"data:", b"event:", b":")):
+                        # some servers ignore "stream"; their single body is a valid answer without a first-token time
+                        latency_s = time.perf_counter() - started
+                        return read_completion(parse_json(raw), _marks(response.headers), latency_s, self.scrub)
+                    parts.feed(raw)
+                else:
+                    async for chunk in chunks:
+                        if parts.feed(chunk):
+                            break
+                return parts.reply(_marks(response.headers))
+            except TransportError as error:
+                error.status = error.status or response.status_code
+                raise
 
     # ---- the one place that touches the wire ----
 
@@ -196,33 +210,35 @@ class Endpoint:
         limit_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                content = None if body is None else json.dumps(body).encode()
+                content: Any = None if body is None else json.dumps(body).encode()
                 headers = {} if content is None else {"content-type": "application/json"}
-                extensions = {} if sent is None else {"trace": _telling(sent)}
-                if sent is not None and self._transport is not None:
-                    sent.set()  # a transport of the caller's own traces nothing
+                if sent is not None and content is not None:
+                    headers["content-length"] = str(len(content))
+                    content = _telling(content, sent)
                 async with self._client().stream(
-                    method, (base or self.base_url) + path, content=content, headers=headers, extensions=extensions
+                    method, (base or self.base_url) + path, content=content, headers=headers
                 ) as response:
                     if response.headers.get("content-encoding", "identity") not in ("identity", ""):
-                        raise TransportError(
-                            "the body is compressed although that was not asked for", response.status_code
-                        )
+                        reason = "the body is compressed although that was not asked for"
+                        raise TransportError(reason, response.status_code)
                     chunks = self._bounded(response)
                     if response.status_code not in accept:
-                        raise TransportError(await self._why(response, chunks), response.status_code)
+                        kind = "redirect" if 300 <= response.status_code < 400 else f"http_{response.status_code}"
+                        raise TransportError(await self._why(response, chunks), response.status_code, kind)
                     yield response, chunks
         except TimeoutError:
-            raise TransportError(f"no complete answer within {limit_s:g} s") from None
-        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, UnicodeError) as error:
-            raise TransportError(_describe(error, self)) from None
+            raise TransportError(f"no complete answer within {limit_s:g} s", failure="timeout") from None
+        except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, aiohttp.ClientError, OSError) as error:
+            reason, kind = _describe(error, self)
+            raise TransportError(reason, failure=kind) from None
 
     async def _bounded(self, response: httpx.Response) -> AsyncIterator[bytes]:
         seen = 0
         async for chunk in response.aiter_raw():
             seen += len(chunk)
             if seen > self.max_body_bytes:
-                raise TransportError(f"the answer is longer than {self.max_body_bytes >> 20} MiB", response.status_code)
+                said = f"the answer is longer than {self.max_body_bytes >> 20} MiB"
+                raise TransportError(said, response.status_code, "too_long")
             yield chunk
 
     async def _fetch(
@@ -246,10 +262,12 @@ class Endpoint:
         message: Any = text
         try:
             parsed = json.loads(text)
-            inner = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-            message = inner.get("message", inner) if isinstance(inner, dict) else inner
-        except ValueError:
+            message = error_words(parsed) or (parsed.get("message") if isinstance(parsed, dict) else None) or parsed
+        except (ValueError, RecursionError):
             pass
+        if status in (401, 403):
+            hint = "the key that was sent is refused" if self._key else "no key was sent, see --api-key-env"
+            message = f"{message} ({hint})"
         return self.scrub(f"HTTP {status}: {message}" if text.strip() else f"HTTP {status} with an empty body")
 
     def _client(self) -> httpx.AsyncClient:
@@ -258,21 +276,27 @@ class Endpoint:
         if client is None:
             headers = {"accept-encoding": "identity", "user-agent": "needlework"}
             if self._key:
+                if not (self._key.isascii() and self._key.isprintable()):
+                    raise TransportError("the API key holds characters that cannot be sent in a header")
                 headers["authorization"] = f"Bearer {self._key}"
-            try:
-                client = httpx.AsyncClient(
-                    headers=headers,
-                    timeout=httpx.Timeout(self.timeout_s, connect=min(20.0, self.timeout_s)),
-                    follow_redirects=False,
-                    limits=httpx.Limits(max_connections=self._max_connections, max_keepalive_connections=64),
-                    transport=self._transport
-                    or httpx.AsyncHTTPTransport(retries=0, limits=_limits(self._max_connections)),
-                    trust_env=False,
-                )
-            except (UnicodeError, ValueError):
-                raise TransportError("the API key holds characters that cannot be sent in a header") from None
+            client = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(self.timeout_s, connect=min(20.0, self.timeout_s)),
+                follow_redirects=False,
+                transport=self._transport or AiohttpTransport(client=self._session(), trust_env=False),
+                trust_env=False,
+            )
             self._clients[loop] = client
         return client
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Connections of aiohttp, whose cost does not grow with their number. Idle ones are dropped before a server
+        does (uvicorn after 5 s), so that no request meets a closed one.
+        """
+        connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=4.0, ssl=self._trust)
+        return aiohttp.ClientSession(
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18, auto_decompress=False
+        )
 
 
 async def attempt(awaitable: Any) -> Any:
@@ -283,24 +307,34 @@ async def attempt(awaitable: Any) -> Any:
         return None
 
 
-def _telling(sent: asyncio.Event) -> Any:
-    """A trace for httpx that sets `sent` when the body of the request has gone out."""
-
-    async def trace(name: str, _: dict[str, Any]) -> None:
-        if name.endswith("send_request_body.complete"):
-            sent.set()
-
-    return trace
+async def _telling(content: bytes, sent: asyncio.Event) -> AsyncIterator[bytes]:
+    """The body, and `sent` when it has gone out."""
+    yield content
+    sent.set()
 
 
-def _limits(connections: int) -> httpx.Limits:
-    return httpx.Limits(max_connections=connections, max_keepalive_connections=64)
+def _trust(ca_file: str | Path | None) -> ssl.SSLContext | bool:
+    if ca_file is None:
+        return True
+    try:
+        context = ssl.create_default_context()
+        context.load_verify_locations(ca_file)
+    except (OSError, ssl.SSLError):
+        raise ValueError(f"{Path(ca_file).name} holds no certificates in PEM form") from None
+    return context
 
 
 def _clean(url: str) -> str:
+    """The base URL; ValueError with the one that was probably meant."""
     url = url.strip().rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("the endpoint's URL must start with http:// or https://")
+    if "://" not in url:
+        raise ValueError(f"the endpoint's URL must start with http:// or https://; perhaps http://{url}")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(c.isspace() for c in url):
+        raise ValueError("the endpoint's URL must start with http:// or https:// and a host, without blanks")
+    for ending in ("/chat/completions", "/completions", "/models"):
+        if url.endswith("/v1" + ending):
+            raise ValueError(f"leave out {ending} at the end of the endpoint's URL: the base is asked in several ways")
     return url.removesuffix("/v1").rstrip("/")
 
 
@@ -310,17 +344,34 @@ def _marks(headers: httpx.Headers) -> dict[str, str]:
     return {name: scrub(headers[name], limit=80) for name in wanted if name in headers}
 
 
-def _describe(error: BaseException, endpoint: Endpoint) -> str:
-    names = {
-        httpx.ConnectTimeout: "the connection was not accepted in time",
-        httpx.ConnectError: "the endpoint cannot be reached (is it running, and is the port right?)",
-        httpx.ReadTimeout: "the server stopped sending",
-        httpx.RemoteProtocolError: "the connection was closed in the middle of an answer",
-        httpx.ReadError: "the connection was reset while reading",
-        httpx.WriteError: "the connection was reset while sending",
-        httpx.PoolTimeout: "no free connection in time",
-    }
-    for kind, text in names.items():
-        if isinstance(error, kind):
-            return text
-    return endpoint.scrub(f"{type(error).__name__}: {error}", limit=160)
+# of aiohttp's and httpx's errors, the first that fits: what to say, and the kind in a word
+_REASONS: tuple[tuple[type[BaseException], str, str], ...] = (
+    (ssl.SSLCertVerificationError, "the server's certificate is not trusted (self-signed?); name its authority with "
+     "--ca FILE, ca_file in Python", "tls"),
+    (ssl.SSLError, "no TLS on this port; give the URL with http://", "tls"),
+    (aiohttp.ClientConnectorDNSError, "the host's name cannot be resolved", "refused"),
+    (aiohttp.ServerDisconnectedError, "the connection was closed in the middle of an answer", "stream_broken"),
+    (aiohttp.ClientPayloadError, "the connection was closed in the middle of an answer", "stream_broken"),
+    (aiohttp.ClientResponseError, "the server does not speak HTTP/1.1 on this port", "malformed"),
+    (aiohttp.ClientConnectorError, "the endpoint cannot be reached (is it running, and is the port right?)", "refused"),
+    (aiohttp.ConnectionTimeoutError, "the connection was not accepted in time", "timeout"),
+    (aiohttp.ServerTimeoutError, "the server stopped sending", "timeout"),
+    (ConnectionError, "the connection was reset", "stream_broken"),
+    (httpx.ConnectError, "the endpoint cannot be reached (is it running, and is the port right?)", "refused"),
+    (httpx.TimeoutException, "the server stopped sending", "timeout"),
+    (httpx.ReadError, "the connection was reset while reading", "stream_broken"),
+)  # fmt: skip
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "os_error", None) or error.__cause__
+
+
+def _describe(error: BaseException, endpoint: Endpoint) -> tuple[str, str]:
+    chain = list(_causes(error))
+    for kind, text, failure in _REASONS:
+        if any(isinstance(one, kind) for one in chain):
+            return text, failure
+    return endpoint.scrub(f"{type(error).__name__}: {error}", limit=160), "stream_broken"
