@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from needlework.analysis.trials import OUTCOMES
@@ -110,3 +112,38 @@ def test_words_and_uuids():
 def test_edit_distance_counts_swaps_once():
     assert edit_distance("12345", "12354") == 1
     assert edit_distance("abc", "") == 3 and edit_distance("", "") == 0
+
+
+def test_values_in_every_script():
+    """Right and wrong answers of models in many languages; the wrong ones hold another value, a longer one, several, or
+    hold it in a thought."""
+    table = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").open(encoding="utf-8")]
+    assert len({row["script"] for row in table}) >= 20
+    assert min(sum(row["right"] for row in table), sum(not row["right"] for row in table)) >= 200
+    wrong = [
+        (row["script"], row["value"], row["answer"])
+        for row in table
+        if (grade(Reply(row["answer"], "", "stop"), row["value"]).outcome == "exact") != row["right"]
+    ]
+    assert not wrong
+
+
+def test_an_answer_that_stands_in_the_thoughts_alone():
+    seen = grade(Reply("", "so it is 81392", "stop"), "81392")
+    assert (seen.outcome, seen.in_reasoning) == ("reasoning_only", True)
+    assert grade(Reply("", "hm", "stop"), "81392").in_reasoning is False
+    assert grade(Reply("81392", "", "stop"), "81392").in_reasoning is None
+
+
+def test_long_and_odd_answers_cost_little():
+    for text in (
+        "<think></think>" * 60_000,
+        "1 " * 500_000,
+        "[" * 1_000_000,
+        "*1*" * 300_000,
+        "٣" * 1_000_000,
+        "a-" * 500_000,
+    ):
+        began = time.process_time()
+        assert outcome(text) != "exact"
+        assert time.process_time() - began < 5, text[:20]

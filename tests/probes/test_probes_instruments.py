@@ -33,7 +33,7 @@ def test_realised_length_is_on_the_axis_and_a_cut_prompt_is_loud():
     with mock_endpoint("sglang", truncate_to=700) as mock:
         result = probes.recall(mock.base_url, lengths=(1200,), depths=(0.1, 0.9))
     assert set(result.trials["prompt_tokens"]) == {700.0} and set(result.trials["counted_tokens"]) == {1200}
-    assert result.trials["error"].str.contains("may be cut before the model sees it").all()
+    assert result.trials["length_note"].str.contains("may be cut before the model sees it").all()
     assert any("differs from what was sent" in w for w in result.warnings)
 
 

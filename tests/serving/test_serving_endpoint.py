@@ -11,7 +11,7 @@ import pytest
 from mock_endpoint import mock_endpoint
 from needlework.serving import Endpoint, TransportError, run
 from needlework.serving.gauges import context_length, parse
-from needlework.serving.replies import parse_json, read_completion
+from needlework.serving.replies import EventStream, parse_json, read_completion
 from needlework.serving.scrub import scrub
 from needlework.serving.tokens import _count
 
@@ -108,7 +108,7 @@ HOSTILE = {
     "endless stream": (endless_stream, "longer than|no complete answer"),
     "endless line": (endless_line, "longer than|no complete answer"),
     "1 GB body": (gigabyte, "longer than|no complete answer"),
-    "half stream": (half_stream, "ended without an end mark|not JSON"),
+    "half stream": (half_stream, "broke off after 1 events|not JSON"),
     "reset": (reset, "closed|reset"),
     "invalid UTF-8": (answer(b'{"choices": "\xff\xfe"}'), "not valid UTF-8"),
     "HTML page": (answer(b"<html><body>Bad gateway</body></html>", "text/html", "502 Bad Gateway"), "HTTP 502.*HTML"),
@@ -161,6 +161,135 @@ def test_hostile_server_gives_one_bounded_reason(name, stream):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 80 << 10  # KiB
 
 
+def event(choice: dict | None = None, **more) -> bytes:
+    return b"data: " + json.dumps(({"choices": [choice]} if choice else {}) | more).encode() + b"\n\n"
+
+
+TEXT, STOP, DONE = (
+    event({"delta": {"content": "31"}}),
+    event({"delta": {}, "finish_reason": "stop"}),
+    b"data: [DONE]\n\n",
+)
+SPLIT = b'data: {"choices": [{"delta":\ndata: {"content": "31"}}]}\n\n'
+STREAMS = {  # bytes of a stream -> its text
+    "plain": (TEXT + STOP + DONE),
+    "no end mark": (TEXT + STOP),
+    "CR": (TEXT + STOP + DONE).replace(b"\n", b"\r"),
+    "CRLF": (TEXT + STOP + DONE).replace(b"\n", b"\r\n"),
+    "data on two lines": (SPLIT + STOP + DONE),
+    "byte order mark": (b"\xef\xbb\xbf" + TEXT + STOP),
+    "no blank between": (TEXT + STOP).replace(b"data: ", b"data:"),
+    "no blank lines": (TEXT + STOP).replace(b"\n\n", b"\n"),
+    "comments, ids and names": (b": ping\nid: 1\nretry: 5\nevent: message\n" + TEXT + b":\n\n" + STOP),
+    "another choice beside it": (event({"index": 1, "delta": {"content": "99"}}) + TEXT + STOP),
+    "error: null": (event({"delta": {"content": "31"}}, error=None) + STOP),
+    "a body in the stream's place": json.dumps(
+        {"choices": [{"message": {"content": "31"}, "finish_reason": "stop"}]}, indent=1
+    ).encode(),
+}
+BROKEN = {  # bytes of a stream -> the kind of failure and the server's words
+    "end mark alone": (DONE, "no_choice", "end mark alone"),
+    "usage alone": (event(usage={"prompt_tokens": 9}) + DONE, "no_choice", "no choices"),
+    "nothing": (b"", "empty_body", "empty"),
+    "end mark after half an answer": (TEXT + DONE, "no_finish", "without a finish reason"),
+    "half an answer": (TEXT, "stream_broken", "broke off after 1 events"),
+    "error line": (
+        b'error: {"code":400,"message":"context of 4096 tokens"}\n\n',
+        "server_error",
+        "context of 4096 tokens",
+    ),
+    "error event": (b"event: error\n: the worker gave no reason\n\n", "server_error", "the worker gave no reason"),
+    "error event with data": (b'event: error\ndata: {"message": "no memory"}\n\n', "server_error", "no memory"),
+    "error event with text": (b"event: error\ndata: no memory\n\n", "server_error", "no memory"),
+    "object error": (event(object="error", message="out of pages") + DONE, "server_error", "out of pages"),
+    "detail": (event(detail="engine is dead") + DONE, "server_error", "engine is dead"),
+    "detail list": (event(detail=[{"msg": "too long", "loc": ["body"]}]) + DONE, "server_error", "too long"),
+    "empty error": (event({"delta": {"content": "3"}}, error={}) + STOP, "server_error", "reports an error"),
+    "comment alone": (b": upstream closed\n\n" + DONE, "no_choice", "upstream closed"),
+    "stray words": (b"upstream connect error\n", "stream_broken", "upstream connect error"),
+    "another choice alone": (
+        event({"index": 1, "delta": {"content": "31"}, "finish_reason": "stop"}) + DONE,
+        "no_choice",
+        "",
+    ),
+    "null message": (event({"message": None, "finish_reason": "stop"}), "no_choice", "message is null"),
+    "a number": (event({"delta": {"content": 31}}) + STOP, "malformed", "type int"),
+    "an object": (event({"delta": {"content": {"a": 1}}}) + STOP, "malformed", "type dict"),
+    "tool call": (
+        event({"delta": {"content": None, "tool_calls": [{}]}, "finish_reason": "stop"}),
+        "tool_calls",
+        "tool",
+    ),
+    "finish object": (
+        event({"delta": {"content": "3"}, "finish_reason": {"type": "abort", "message": "KV pool full"}}),
+        "finish_abort",
+        "KV pool full",
+    ),
+    "not JSON": (b"data: {nope}\n\n" + DONE, "malformed", "nope"),
+} | {
+    f"finish {word}": (event({"delta": {"content": "31"}, "finish_reason": word}), f"finish_{word}", word)
+    for word in ("error", "cancelled", "timeout", "content_filter", "tool_calls", "kv_transfer_error", "repetition")
+}
+
+
+def read_stream(raw: bytes, step: int):
+    stream = EventStream(str, 0.0)
+    for i in range(0, len(raw), step):
+        if stream.feed(raw[i : i + step]):
+            break
+    return stream.reply({})
+
+
+@pytest.mark.parametrize("step", [1, 7, 1 << 20])
+def test_streams_in_every_legal_form_are_read(step):
+    for name, raw in STREAMS.items():
+        assert (name, read_stream(raw, step).text) == (name, "31")
+
+
+def test_what_is_no_answer_is_never_one():
+    for name, (raw, failure, words) in BROKEN.items():
+        for step in (1, 1 << 20):
+            with pytest.raises(TransportError) as caught:
+                pytest.fail(f"{name}: {read_stream(raw, step)}")
+            assert (name, caught.value.failure) == (name, failure) and words in caught.value.reason
+
+
+def test_a_whole_stream_without_text_is_an_answer():
+    raw = event({"delta": {"role": "assistant", "content": ""}}) + STOP + event(usage={"completion_tokens": 0}) + DONE
+    reply = read_stream(raw, 5)
+    assert (reply.text, reply.finish_reason, reply.completion_tokens) == ("", "stop", 0)
+
+
+def test_a_stream_under_another_content_type_is_read_as_one():
+    async def scenario(kind, body):
+        async with Raw(answer(body, kind)) as url:
+            return (await Endpoint(url, "m", timeout_s=5).chat(HELLO)).text
+
+    for kind in ("Text/Event-Stream; charset=UTF-8", "text/plain", "application/json"):
+        assert asyncio.run(scenario(kind, TEXT + STOP + DONE)) == "31"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("127.0.0.1:8000", "perhaps http://127.0.0.1:8000"),
+        ("http:/host:1", "must start with http"),
+        ("http://host: 1", "without blanks"),
+        ("http://host:1/v1/chat/completions", "leave out /chat/completions"),
+    ],
+)
+def test_an_address_that_cannot_be_meant_is_told_with_the_right_one(url, said):
+    with pytest.raises(ValueError, match=said):
+        Endpoint(url)
+
+
+def test_tls_on_a_plain_port_is_told():
+    said = "no TLS on this port; give the URL with http://"
+    with mock_endpoint() as mock, pytest.raises(TransportError, match=said) as caught:
+        run(Endpoint(mock.base_url.replace("http:", "https:"), "m", timeout_s=5).chat(HELLO))
+    assert caught.value.failure == "tls"
+
+
 def test_healthy_answers_pass():
     async def scenario():
         async with Raw(answer(OK)) as url:
@@ -199,9 +328,9 @@ def test_gauges_that_are_none_are_left_out():
 
 
 def test_names_that_a_server_gives_are_bounded():
-    body = {"choices": [{"message": {"content": "x"}, "finish_reason": "s" * 10**6}], "model": "m" * 10**6}
+    body = {"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}], "model": "m" * 10**6}
     reply = read_completion(body | {"nvext": {"worker_id": "\ud800"}}, {}, 0.0, str)
-    assert len(reply.finish_reason) == len(reply.model) == 200 and reply.worker.isascii()
+    assert len(reply.model) == 200 and reply.worker.isascii()
 
 
 def test_half_a_surrogate_pair_becomes_harmless():

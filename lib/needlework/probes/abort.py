@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.serving import Endpoint, TransportError, gauges
+from needlework.serving.replies import Unfinished
 
 from .bench.bench import Bench, Common, finish, instrument
 from .bench.budget import check_trials
@@ -153,6 +154,8 @@ async def _drop(endpoint: Endpoint, messages: list, victim: Ask, pace: float, ho
             await endpoint.post_text(path, {"rid": rid})
             reply = await asyncio.wait_for(sending, SETTLE_S)
             return {"finish_reason": reply.finish_reason, "answer": reply.text[:200], "aborted": "by call"}
+        except Unfinished as ended:
+            return {"finish_reason": ended.finish_reason, "answer": ended.text[:200], "aborted": "by call"}
         except (TransportError, TimeoutError) as error:
             return {"error": endpoint.scrub(error), "aborted": "by call"}
         finally:

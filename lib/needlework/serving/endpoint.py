@@ -9,8 +9,10 @@ redirects are not followed (they would carry the key elsewhere).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -82,6 +84,7 @@ class Endpoint:
             self._secrets += secrets_of(url, None)
         # httpx ties a client to the event loop that first used it
         self._clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient] = weakref.WeakKeyDictionary()
+        weakref.finalize(self, _hang_up, self._clients)  # also at the interpreter's end
 
     def __repr__(self) -> str:
         return f"Endpoint(model={self.model!r}, key={'set' if self._key else 'none'})"
@@ -305,6 +308,16 @@ async def attempt(awaitable: Any) -> Any:
         return await awaitable
     except TransportError:
         return None
+
+
+def _hang_up(clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient]) -> None:
+    """Close connections whose endpoint is gone, on the loops that still run."""
+    for loop, client in list(clients.items()):
+        if loop.is_running():
+            closing = asyncio.run_coroutine_threadsafe(client.aclose(), loop)
+            if threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is not loop:
+                with contextlib.suppress(Exception):
+                    closing.result(0.5)
 
 
 async def _telling(content: bytes, sent: asyncio.Event) -> AsyncIterator[bytes]:

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 MAX_CONSECUTIVE_FAILURES = 8
 SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
 SLACK_SHARE = 1.15  # lengths that are estimated until the server has counted them
-LENGTH_WARNING = "prompt length differs from what was sent (see the error column); the axis shows the server's count"
+LENGTH_WARNING = (
+    "prompt length differs from what was sent (see the column length_note); the axis shows the server's count"
+)
 
 
 class Bench:
@@ -296,7 +298,7 @@ class Bench:
         self._failures = 0
         if row["prompt_tokens"] is not None and not prompt.exact:  # then it is the server's own count
             self._own_builder.learn(prompt, row["prompt_tokens"])
-        if row["error"]:
+        if row["length_note"]:
             self.warn(LENGTH_WARNING)
         return row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -152,6 +153,7 @@ async def exchange(
     salt = a.trial_id if a.cache == "cold" and a.send > 0 else None
     messages: list[dict[str, str]] = prompt.messages
     more: Row = {}
+    started = time.perf_counter()
     try:
         if prepare is not None:
             messages, more = await prepare(a, prompt, endpoint)
@@ -160,9 +162,19 @@ async def exchange(
             logprobs=found.logprobs, fields=found.fields(salt=salt, thinking=thinking),
         )  # fmt: skip
     except TransportError as error:
-        return {"outcome": "transport", "error": error.reason, "cache": "unknown", "prompt_tokens": None}
-    error_text = length_error(prompt, reply.prompt_tokens, tolerance) if prepare is None else None
-    return after(a, prompt, reply, known_values, found.hello_tokens) | more | {"error": error_text}
+        return more | {
+            "outcome": "transport",
+            "error": error.reason,
+            "failure": error.failure,
+            "http_status": error.status,
+            "answer": getattr(error, "text", None),  # what came before an end that is none
+            "finish_reason": getattr(error, "finish_reason", None),
+            "cache": "unknown",
+            "prompt_tokens": None,
+            "latency_s": _rounded(time.perf_counter() - started),
+        }
+    note = length_note(prompt, reply.prompt_tokens, tolerance) if prepare is None else None
+    return after(a, prompt, reply, known_values, found.hello_tokens) | more | {"length_note": note}
 
 
 def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str], hello_tokens: int = 0) -> Row:
@@ -181,6 +193,7 @@ def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str],
         "logprob": result.logprob,
         "distance": result.distance,
         "answered_from": result.answered_from,
+        "in_reasoning": result.in_reasoning,
         "finish_reason": reply.finish_reason,
         "completion_tokens": reply.completion_tokens,
         "reasoning_tokens": reply.reasoning_tokens,
@@ -194,7 +207,7 @@ def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str],
     }
 
 
-def length_error(prompt: Prompt, realised: int | None, tolerance: int) -> str | None:
+def length_note(prompt: Prompt, realised: int | None, tolerance: int) -> str | None:
     """What is wrong when a server counts other than it tokenises: it has cut, or added to, the prompt."""
     if realised is None:
         return None
