@@ -1,0 +1,175 @@
+"""What laws of loss read off a table of trials: one row a request, in the order of sending."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import numpy as np
+import pandas as pd
+
+from needlework.analysis import trials as table
+
+KINDS = ("right", "near", "other", "foreign", "empty", "cut", "refusal", "garbled")  # of answers; 0 is the only hit
+_KIND = {
+    "exact": 0, "near": 1, "other_needle": 2, "distractor": 2, "empty": 4, "cut": 5, "reasoning_only": 5, "refusal": 6,
+    "garbage": 7, "miss": 7,
+}  # fmt: skip
+UNMEASURED = -1
+_VOLATILE = ("trial_id", "run", "time", "ordinal", "ttft_s", "latency_s", "source", "probe")
+_WORDS = re.compile(r"[\w-]+")
+
+
+def conditions(trials: pd.DataFrame) -> pd.DataFrame:
+    """One row for each request that bears on recall, in the order of sending; float64 unless said.
+
+    length, place, left (tokens from the value to the end), depth (0..1), cached (tokens), suffix (tokens beyond them),
+    load (requests in flight), turn, order (0, 1, …; null where no time is told), since_abort (requests since a dropped
+    one, 0 beside it), page (physical, where told), sent_low and sent_high (tokens sent; an interval where not counted
+    them), evaluated; arm and replica (text); prompt (int: equal for equal prompts); warm, cut (evaluated shorter than
+    sent), misjudged (graded wrong, holds the value) and lost (bool); kind (int8, index of KINDS, -1: never reached the
+    model); error (text, of those). `attrs["rows"]`: the label in `trials` of each. Controls, calibration, dropped
+    requests and rows that say the same twice are left out. Raises ValueError for what is no DataFrame.
+    """
+    if not isinstance(trials, pd.DataFrame):
+        raise ValueError("a table of trials is a DataFrame; read one with load_trials")
+    t = trials
+    probe, control, label = (table.texts(t, c) for c in ("probe", "control", "label"))
+    aside = (control != "") | probe.isin(["control", "calibration", "coherence"])
+    outcome = table.texts(t, "outcome")
+    if (outcome == "").all() and "score" in t:
+        hit = table.hits(t)
+        outcome = hit.map({1.0: "exact", 0.0: "miss"}).fillna("").astype(str)
+    order = pd.Series(np.arange(len(t)), index=t.index)
+    if "time" in t and t["time"].notna().any():
+        order = t["time"].map(str).rank(method="first")
+    elif "ordinal" in t and t["ordinal"].notna().all() and t["ordinal"].is_unique:
+        order = t["ordinal"].rank(method="first")
+    timed = not (order.to_numpy() == np.arange(len(t))).all() or "time" in t
+    dropped = (table.texts(t, "aborted").str.startswith("by") | label.str.startswith("victim")) & ~aside
+    arm = table.texts(t, "arm")
+    since = _since(order, dropped, arm, label)
+    keep = ~aside & ~dropped & (outcome != "") & ~_repeated(t)
+    t, order, since = t[keep], order[keep], since[keep]
+    sequence = np.argsort(order.to_numpy(), kind="stable")
+    t = t.iloc[sequence]
+
+    def number(name: str) -> np.ndarray:
+        values = pd.to_numeric(table.column(t, name), errors="coerce").to_numpy(float)
+        return np.where(np.isfinite(values), values, np.nan)
+
+    outcome = outcome[keep].iloc[sequence].to_numpy()
+    counted, evaluated, wished = number("counted_tokens"), number("prompt_tokens"), number("target_tokens")
+    low, high = (np.where(np.isfinite(x), x, counted) for x in (number("sent_low"), number("sent_high")))
+    cut = np.isfinite(low) & np.isfinite(evaluated) & (evaluated < low - np.maximum(16, 0.02 * low))
+    length = np.where(cut, (low + high) / 2, evaluated)  # a count far below what was sent is no place on the curve
+    for other in (counted, (low + high) / 2, wished):
+        length = np.where(np.isfinite(length), length, other)
+    length = np.where(length > 0, length, np.nan)
+    place = number("needle_token")
+    place = np.where(np.isfinite(place), place, number("depth") * length)
+    cached, cache = number("cached_tokens"), table.texts(t, "cache").to_numpy()
+    warm = (cached > 0) & (cache != "cold") | ((cache == "warm") & ~np.isfinite(cached))
+    cached = np.where(warm, np.where(np.isfinite(cached), cached, length), 0.0)
+    answer, expected = table.texts(t, "answer").to_numpy(), table.texts(t, "expected").to_numpy()
+    kind = np.array([_KIND.get(one, UNMEASURED) for one in outcome], np.int8)
+    misjudged = np.zeros(len(t), bool)
+    for i in np.flatnonzero(kind > 0):
+        misjudged[i] = bool(expected[i]) and kind[i] != 5 and _holds(answer[i], expected[i])
+    kind[misjudged] = 0
+    source = table.texts(t, "answered_from").to_numpy()
+    kind[(kind > 0) & np.char.startswith(source.astype(str), "trial:")] = 3
+    if not (source != "").any():
+        kind[_foreign(kind, answer, expected)] = 3
+    out = pd.DataFrame(
+        {
+            "length": length,
+            "place": np.clip(place, 0, length),
+            "left": length - np.clip(place, 0, length),
+            "depth": np.clip(place, 0, length) / length,
+            "cached": cached,
+            "suffix": length - cached,
+            "load": np.where(np.isfinite(load := number("concurrency")), load, 1.0),
+            "turn": np.where(np.isfinite(turn := number("turn")), turn, 1.0),
+            "order": np.arange(len(t), dtype=float) if timed else np.full(len(t), np.nan),
+            "since_abort": since.iloc[sequence].to_numpy(float),
+            "page": number("page"),
+            "sent_low": low,
+            "sent_high": high,
+            "evaluated": evaluated,
+            "arm": table.texts(t, "arm").to_numpy(),
+            "replica": _replica(t),
+            "prompt": _prompts(t),
+            "warm": warm,
+            "cut": cut,
+            "misjudged": misjudged,
+            "lost": kind > 0,
+            "kind": kind,
+            "error": np.where(kind == UNMEASURED, table.texts(t, "error").str.slice(0, 400).to_numpy(), ""),
+        }
+    )
+    out.attrs = {"rows": t.index.to_numpy(), "left_out": int((~keep).sum())}
+    return out
+
+
+def _since(order: pd.Series, dropped: pd.Series, arm: pd.Series, label: pd.Series) -> pd.Series:
+    """Requests since the last dropped one on the same arm; infinite where there was none before."""
+    since = pd.Series(np.inf, index=order.index)
+    for _, rows in order.groupby(arm.to_numpy(), sort=False):
+        rows = rows.sort_values()
+        gone = dropped[rows.index].to_numpy()
+        place = np.arange(len(rows))
+        last = np.maximum.accumulate(np.where(gone, place, -1))
+        since[rows.index] = np.where(last >= 0, place - last, np.inf)
+    return since.mask(label.str.startswith("bystander/"), 0.0)
+
+
+def _repeated(t: pd.DataFrame) -> pd.Series:
+    """Rows that repeat another word for word where answers are told; else further copies of a whole table."""
+    told = [c for c in t if c not in _VOLATILE]
+    if not told or not len(t):
+        return pd.Series(False, index=t.index)
+    if "trial_id" in t and t["trial_id"].notna().all() and t["trial_id"].is_unique:
+        return pd.Series(False, index=t.index)
+    if any(c in t and t[c].notna().all() and t[c].nunique() > len(t) / 2 for c in ("time", "latency_s", "ttft_s")):
+        return t.astype(str).duplicated()
+    text = t[told].astype(str).agg("\x1f".join, axis=1)
+    rank = text.groupby(text.to_numpy(), sort=False).cumcount()
+    if "answer" in t and t["answer"].notna().all() and t["answer"].nunique() > 3:
+        return rank > 0
+    copies = math.gcd(*map(int, text.value_counts()))  # a table pasted n times holds every row a multiple of n times
+    return rank >= text.map(text.value_counts()) // copies
+
+
+def _prompts(t: pd.DataFrame) -> np.ndarray:
+    """A number for each prompt: by its digest, else by what it asks and holds; rows that tell neither stand alone."""
+    if "prompt_sha" in t and t["prompt_sha"].notna().all():
+        return pd.factorize(t["prompt_sha"])[0]
+    if "expected" not in t or t["expected"].isna().any() or t["expected"].nunique() < len(t) / 20:
+        return np.arange(len(t))
+    names = [c for c in ("expected", "question", "target_tokens", "depth", "needle_token", "turn", "seed") if c in t]
+    return pd.factorize(t[names].astype(str).agg("\x1f".join, axis=1))[0]
+
+
+def _replica(t: pd.DataFrame) -> np.ndarray:
+    """Worker or fingerprint that a reply names, where there are two to thirty of them."""
+    for name in ("worker", "fingerprint"):
+        found = table.texts(t, name).to_numpy()
+        if 2 <= len(set(found) - {""}) <= 30:
+            return found
+    return np.full(len(t), "", object)
+
+
+def _holds(answer: str, expected: str) -> bool:
+    value, text = re.sub(r"[\W_]", "", expected).lower(), re.sub(r"[\W_]", "", answer).lower()
+    return len(value) >= 3 and value in text and len(set(_WORDS.findall(answer))) < 400
+
+
+def _foreign(kind: np.ndarray, answer: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Wrong answers that hold another prompt's value."""
+    values = {e for e in expected if len(e) >= 4}
+    out = np.zeros(len(kind), bool)
+    for i in np.flatnonzero((kind > 1) & (kind != 5)):
+        if len(answer[i]) < 400:
+            out[i] = any(word != expected[i] and word in values for word in _WORDS.findall(answer[i]))
+    return out

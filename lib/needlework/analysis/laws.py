@@ -1,0 +1,623 @@
+"""Which law of loss explains a table? Marginal likelihoods in closed form, averaged over each law's parameters.
+
+Inside a law's set requests are lost at an unknown rate: nearly all (Beta(6, 0.7)) or some (Beta(1, 1.5)); outside
+only by lapses (Beta(1, 60), one deployment in ten Beta(1, 9)). Kinds of wrong answers are multinomial, with a Dirichlet
+prior of 1/2 a kind, inside and outside apart. A law's prior is what the classes of faults.toml make of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.special import betaln, gammaln, xlogy
+
+from needlework.analysis import families, mechanisms
+from needlework.analysis.conditions import KINDS, conditions
+from needlework.analysis.families import BY_NAME, FAMILIES, Gate, Rows
+from needlework.analysis.mechanisms import CODES
+
+HARD, SOFT, LAPSE, WEAK_MODEL = (6.0, 0.7), (1.0, 1.5), (1.0, 60.0), (1.0, 9.0)
+RATES = {True: HARD, False: SOFT}
+KIND_INDEX = {name: i for i, name in enumerate(KINDS)}
+WEAK = 0.1  # deployments whose lapses are those of a weak model
+DIRICHLET = 0.5
+SECOND = 0.05  # of deployments with one fault: a second one
+KEPT = 1e-4  # share of a law's weight below which a value of its parameters is not kept
+LIKELIEST = 3  # laws whose remainder is searched for a second one
+FADES = np.array([0.7, 1.2, 2.0, 3.5])
+SIZES = ("topk", "ratio", "window", "page", "chunk", "context_limit")
+_SAME = {
+    **dict.fromkeys(("index_topk", "top_k"), "topk"),
+    **dict.fromkeys(("page_size", "page_tokens"), "page"),
+    **dict.fromkeys(("chunk_size", "chunk_tokens", "chunked_prefill_size"), "chunk"),
+    **dict.fromkeys(("context_length", "max_model_len", "max_context"), "context_limit"),
+    **dict.fromkeys(("sliding_window", "swa_window"), "window"), "compress_ratio": "ratio",
+}  # fmt: skip
+
+
+__all__ = ["Fit", "Law", "conditions", "fit", "sizes"]
+
+
+@dataclass(frozen=True)
+class Law:
+    """What is lost, in words; parameters and rates are (low, best, high), 95 %; counts are (lost, of)."""
+
+    name: str
+    sentence: str
+    share: float
+    parameters: dict[str, tuple[float, float, float]]
+    rate_inside: tuple[float, float, float]
+    rate_outside: tuple[float, float, float]
+    inside: tuple[int, int]
+    outside: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.sentence} ({100 * self.share:.0f} %)"
+
+
+@dataclass
+class _Hypothesis:
+    """One family behind one gate at one rate: log evidence, and the values of its parameters that matter."""
+
+    family: str
+    gate: Gate
+    hard: bool
+    evidence: float
+    values: list[tuple[float, ...]] = field(default_factory=list)
+    weights: np.ndarray = field(default_factory=lambda: np.ones(1))
+    counts: np.ndarray = field(default_factory=lambda: np.zeros((1, 4)))  # lost, n inside; lost, n outside
+    kinds: np.ndarray = field(default_factory=lambda: np.zeros(8))
+    second: _Hypothesis | None = None
+
+    @property
+    def where(self) -> str:
+        return self.gate.where if self.gate.where == "any" else f"{self.gate.where}={self.gate.value[1]}"  # type: ignore[index]
+
+    @property
+    def name(self) -> str:
+        gate = ", ".join(x for x in (self.where, self.gate.state) if x != "any")
+        own = f"{gate}: {self.family}" if gate else self.family
+        own = {"free": "unexplained"}.get(own, own)
+        return f"{own} + {self.second.name}" if self.second else own
+
+    def loss(self, c: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Expected loss [rows] and expected entropy of it in nats, over the values of the parameters."""
+        gate = self.gate.mask(c)
+        if self.family.startswith("fade"):
+            x = c[self.family.split()[1]]
+            each = np.stack([_fade(x, m, s) for m, s in self.values])
+            each = np.where(gate & np.isfinite(x), each, 0.01)
+            return self.weights @ each, self.weights @ _entropy(each)
+        if self.family in ("free", "prompts"):
+            each = np.full(len(c), (self.counts[0, 0] + 0.5) / (self.counts[0, 1] + 1))
+            return each, _entropy(each)
+        a, b = RATES[self.hard]
+        mean, entropy = np.zeros(len(c)), np.zeros(len(c))
+        rest, rest_entropy = self.second.loss(c) if self.second else (None, None)
+        for value, w, (x, n, y, m) in zip(self.values, self.weights, self.counts, strict=True):
+            part = BY_NAME[self.family].mask(c, value) * gate
+            inside, outside = (x + a) / (n + a + b), _lapse_mean(y, m)
+            low, low_entropy = (outside, _entropy(outside)) if rest is None else (rest, rest_entropy)
+            mean += w * (part * inside + (1 - part) * low)
+            entropy += w * (part * _entropy(inside) + (1 - part) * low_entropy)
+        return mean, entropy
+
+
+@dataclass(frozen=True)
+class Fit:
+    """shares: law -> posterior share ("healthy" and "unexplained" among them); laws likeliest first; classes: class of
+    fault -> share, with "healthy" and "open" (none that is known)."""
+
+    shares: dict[str, float]
+    laws: tuple[Law, ...]
+    classes: dict[str, float]
+    hypotheses: tuple[tuple[float, Any], ...]  # (share, what predicts); None predicts as a healthy one
+    lost: int
+    measured: int
+
+    def predict(self, c: pd.DataFrame) -> pd.DataFrame:
+        """p_loss and information_bits (expected, about which explanation holds) of requests yet to be sent."""
+        rows = Rows.of(c.assign(order=float(self.measured)))
+        safe = np.full(len(c), _lapse_mean(self.lost if self.shares.get("healthy", 0) > 0.5 else 0, self.measured))
+        mean, entropy, weight = np.zeros(len(c)), np.zeros(len(c)), 0.0
+        for share, h in self.hypotheses:
+            p, e = (safe, _entropy(safe)) if h is None else h.loss(rows)
+            mean, entropy, weight = mean + share * p, entropy + share * e, weight + share
+        mean, entropy = mean / weight, entropy / weight
+        bits = np.maximum(0.0, _entropy(mean) - entropy) / math.log(2)
+        return pd.DataFrame({"p_loss": mean, "information_bits": bits}, index=c.index)
+
+    def __str__(self) -> str:
+        lines = [f"{self.lost} of {self.measured} lost; healthy {100 * self.shares.get('healthy', 0):.0f} %"]
+        return "\n".join([*lines, *(f"  {law}" for law in self.laws[:5])])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{escape(law.sentence)}</td><td>{100 * law.share:.0f} %</td></tr>" for law in self.laws[:8]
+        )
+        head = "<tr><th scope='col'>what is lost</th><th scope='col'>share</th></tr>"
+        return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+
+def sizes(stated: Mapping[str, Any] | None) -> dict[str, list[float]]:
+    """Stated sizes by our names, each a list of positive numbers; what says something else ("auto") is not used."""
+    out: dict[str, list[float]] = {}
+    for key, value in (stated or {}).items():
+        several = value if isinstance(value, (list, tuple, np.ndarray)) else [value]
+        good = [float(v) for v in several if isinstance(v, (int, float, np.number)) and not isinstance(v, bool)]
+        good = [v for v in good if math.isfinite(v) and 1 <= v < 1e15]
+        if good:
+            out.setdefault(_SAME.get(str(key), str(key)), good)
+    return out
+
+
+def fit(c: pd.DataFrame, *, stated: Mapping[str, Any] | None = None, window: int | None = None,
+        inside: Mapping[str, float] | None = None) -> Fit:  # fmt: skip
+    """Posterior shares of all laws, and of the classes behind them, for rows of `conditions`.
+
+    stated   sizes of the deployment (topk, ratio, window, page, chunk, context_limit), where it tells them; window: its
+             stated context in tokens; inside: log likelihood of each class from what was seen inside
+    Rows that never reached the model are left out. Raises ValueError when the rows are not those of `conditions`.
+    """
+    if not {"length", "kind", "lost", "since_abort"} <= set(c):
+        raise ValueError("fit takes the rows of analysis.conditions(trials)")
+    known = sizes(stated)
+    if window:
+        known.setdefault("context_limit", [float(window)])
+    rows = Rows.of(c[c["kind"] >= 0], known.get("chunk", ()))
+    lost, n = int(rows["lost"].sum()), len(rows)
+    calm = _calm(rows["kind"])
+    hypotheses = _hypotheses(rows) if n else []
+    if lost >= 6:
+        hypotheses += _pairs(rows, hypotheses)
+    return _posterior(rows, hypotheses, calm, known, inside or {}, lost, n)
+
+
+def _posterior(c: Rows, hypotheses: list[_Hypothesis], calm: float, known: dict[str, list[float]],
+               inside: Mapping[str, float], lost: int, n: int) -> Fit:  # fmt: skip
+    laws = tuple((h.family, h.gate.state, h.where, h.hard) for h in hypotheses)
+    single = tuple(dict.fromkeys(law for law, h in zip(laws, hypotheses, strict=True) if h.second is None))
+    arms = tuple(dict.fromkeys(c["arm"])) if len(c) else ()
+    replicas = len(set(c["replica"])) if len(c) else 0
+    table = mechanisms.prior(single, arms, replicas if replicas > 1 else 0)
+    unseen = float((1 - table.sum(0)) @ mechanisms.classes())  # cases that this table could not show: as if healthy
+    rows = {law: k for k, law in enumerate(single)}
+    groups: dict[Any, float] = {}  # gates of several levels share the prior of their law
+    for law, h in zip(laws, hypotheses, strict=True):
+        groups[law, h.second and h.second.name] = groups.get((law, h.second and h.second.name), 0.0) + h.gate.share
+    best = max((h.evidence for h in hypotheses), default=0.0)
+    hypotheses = [h for h in hypotheses if h.evidence > max(best, calm) - 40]
+    joint = np.full((len(hypotheses), len(CODES)), -np.inf)
+    for i, h in enumerate(hypotheses):
+        law = (h.family, h.gate.state, h.where, h.hard)
+        scale = h.gate.share / groups[law, h.second and h.second.name]
+        own = table[rows[law]] * mechanisms.classes() * scale
+        if h.second is not None:
+            other = (h.second.family, h.second.gate.state, h.second.where, h.second.hard)
+            own = own * (table[rows[other]] @ mechanisms.classes() if other in rows else 0) * h.second.gate.share
+        joint[i] = h.evidence + np.log(np.maximum(own, 1e-300)) + [_fits(h, code, known, c) for code in CODES]
+    joint += np.array([inside.get(code, 0.0) for code in CODES])
+    healthy = calm + math.log(mechanisms.HEALTHY + unseen) + inside.get("healthy", 0.0)
+    total = _lse(np.append(joint.ravel(), healthy))
+    each = np.exp(joint - total)
+    share_of = each.sum(1)
+    classes = {"healthy": float(np.exp(healthy - total))} | dict(zip(CODES, each.sum(0).tolist(), strict=True))
+    shares: dict[str, float] = {"healthy": classes["healthy"], "unexplained": 0.0}
+    for h, share in zip(hypotheses, share_of, strict=True):
+        shares[h.name] = shares.get(h.name, 0.0) + float(share)
+    members: dict[str, list[tuple[float, _Hypothesis]]] = {}
+    for h, share in zip(hypotheses, share_of, strict=True):
+        members.setdefault(h.name, []).append((float(share), h))
+    ranked = sorted((k for k in members if shares[k] > 1e-3), key=lambda k: -shares[k])
+    told = tuple(_law(k, shares[k], members[k], c) for k in ranked[:6])
+    keep = [(float(s), h) for s, h in zip(share_of, hypotheses, strict=True) if s > 1e-4]
+    return Fit(shares, told, classes, ((classes["healthy"], None), *keep), lost, n)
+
+
+def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> float:
+    """Log likelihood ratio of a class against any other that loses by this law: where its edge lies, how it answers."""
+    if code == "open":
+        return 0.0
+    m, ratio = mechanisms.MECHANISMS[code], 0.0
+    total = h.kinds[1:].sum()
+    if total > 0:
+        alpha = np.full(len(h.kinds) - 1, DIRICHLET)
+        for kind in m.answers:
+            alpha[KIND_INDEX[kind] - 1] += 1.0
+        ratio += _dirichlet(h.kinds[1:], alpha) - _dirichlet(h.kinds[1:], np.full(len(alpha), DIRICHLET))
+    places = _places(m.at, known)
+    if places and h.family in ("length", "place", "left", "suffix"):  # in one case of three its edge lies at the size
+        x = c[h.family][np.isfinite(c[h.family])]
+        wide = math.log(max(x.max(), 2.0) / max(x.min(), 1.0)) if len(x) else 0.0
+        near = 0.0
+        for (low, high), w in zip(h.values, h.weights, strict=True):
+            low, high = max(low, 1.0), max(high, 1.5)
+            for p in places:
+                inside = math.log(min(high, p * 1.015 + 8) / max(low, p * 0.985 - 8, 1.0)) / max(
+                    math.log(high / low), 1e-9
+                )
+                near += w * max(inside, 0.0)
+        expected = max(
+            sum(math.log((p * 1.015 + 8) / (p * 0.985 - 8)) for p in places if p > 16) / max(wide, 1e-9), 1e-6
+        )
+        ratio += math.log((2 + near / expected) / 3)
+    elif "chunk" in m.at and known.get("chunk") and "pass" in h.family:
+        at = sum(w * (v[0] in known["chunk"]) for v, w in zip(h.values, h.weights, strict=True))
+        ratio += math.log(0.5 + 0.5 * at * 8)
+    if code == "N1" and h.family == "left" and np.isfinite(c["evaluated"] + c["sent_low"])[c["lost"]].any():
+        ratio += math.log(0.02)  # both lengths are known, and no lost prompt was cut
+    return ratio
+
+
+def _places(at: Sequence[str], known: dict[str, list[float]]) -> list[float]:
+    out: list[float] = []
+    for name in at:
+        if name == "budget" and "topk" in known:
+            out += [k * r for k in known["topk"] for r in known.get("ratio", [1.0]) if k * r > 1]
+        elif name == "limit":
+            out += known.get("context_limit", [])
+        else:
+            out += known.get(name, [])
+    return out
+
+
+def _hypotheses(c: Rows) -> list[_Hypothesis]:
+    kind = c["kind"].astype(int)
+    present = [0, *sorted(set(kind.tolist()) - {0})]
+    gates = families.gates(c)
+    masks = np.stack([g.mask(c) for g in gates])
+    own = np.stack([kind == k for k in present], 1)
+    columns = (masks.T[:, :, None] & own[:, None, :]).reshape(len(c), -1).astype(np.float32)
+    shape = (len(gates), len(present))
+    every = own.sum(0)
+    score = _Score(len(c), every)
+    out: list[_Hypothesis] = []
+    few = [i for i, g in enumerate(gates) if g.state in ("any", "warm", "cold")]
+    for family in FAMILIES:
+        # a comb has many values: it is not crossed with what cannot carry one
+        mine = few if family.name == "residue" else list(range(len(gates)))
+        chosen = columns.reshape(len(c), *shape)[:, mine].reshape(len(c), -1)
+        if (counts := family.count(c, chosen)) is not None:
+            inside = counts.inside.reshape(-1, len(mine), shape[1]).astype(np.int32)
+            out += _family(
+                family.name, inside, counts.prior, counts.values, [gates[i] for i in mine], present, every, score
+            )
+    where = [g for g in gates if g.state == "any"]
+    out += _fading(c, where, kind) + _free(c, kind, gates[0]) + _prompts(c, kind, gates[0])
+    return out
+
+
+def _family(name: str, inside: np.ndarray, prior: np.ndarray, values: np.ndarray, gates: list[Gate],
+            present: list[int], every: np.ndarray, score: _Score) -> list[_Hypothesis]:  # fmt: skip
+    n = inside.sum(2)
+    ok = (n > 0) & ((n < every.sum()) | (name == "any"))
+    weight = np.where(ok, prior[:, None], 0)
+    share = weight.sum(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        base = np.log(weight / np.where(share > 0, share, 1)) + score.outside(inside) + score.kinds(inside)
+    rates = {hard: base + score.rate(inside, hard) for hard in (True, False)}
+    out = []
+    for hard, log in rates.items():
+        peak = np.max(log, 0)
+        weights = np.exp(log - np.where(np.isfinite(peak), peak, 0))
+        sums = weights.sum(0)
+        for g in np.flatnonzero(share > 0):
+            gate, evidence, w = gates[g], float(peak[g] + math.log(sums[g])), weights[:, g] / sums[g]
+            top = np.flatnonzero(w > KEPT)
+            top = top[np.argsort(-w[top])[:200]]
+            some = inside[top, g]
+            x, m = some[:, 1:].sum(1), some.sum(1)
+            counts = np.stack([x, m, every[1:].sum() - x, every.sum() - m], 1)
+            kinds = np.zeros(len(KIND_INDEX))
+            kinds[present] = some[0]
+            out.append(
+                _Hypothesis(
+                    name,
+                    gate,
+                    hard,
+                    evidence,
+                    [tuple(v) for v in values[top].tolist()],
+                    w[top] / w[top].sum(),
+                    counts,
+                    kinds,
+                )
+            )
+    return out
+
+
+class _Score:
+    """Beta-binomial and Dirichlet-multinomial terms of whole counts, by tables of log-gamma."""
+
+    def __init__(self, rows: int, every: np.ndarray) -> None:
+        self.every, self.rows = every, rows
+        self._tables: dict[float, np.ndarray] = {}
+
+    def _lg(self, a: float, n: np.ndarray) -> np.ndarray:
+        if a not in self._tables:
+            self._tables[a] = gammaln(np.arange(self.rows + 1) + a) - gammaln(a)
+        return self._tables[a][n]
+
+    def _beta(self, x: np.ndarray, n: np.ndarray, prior: tuple[float, float]) -> np.ndarray:
+        a, b = prior
+        return self._lg(a, x) + self._lg(b, n - x) - self._lg(a + b, n)
+
+    def rate(self, inside: np.ndarray, hard: bool) -> np.ndarray:
+        n = inside.sum(2)
+        return self._beta(n - inside[..., 0], n, RATES[hard])
+
+    def outside(self, inside: np.ndarray) -> np.ndarray:
+        n = self.every.sum() - inside.sum(2)
+        x = n - (self.every[0] - inside[..., 0])
+        usual, weak = self._beta(x, n, LAPSE), self._beta(x, n, WEAK_MODEL)
+        return np.logaddexp(usual + math.log(1 - WEAK), weak + math.log(WEAK))
+
+    def kinds(self, inside: np.ndarray) -> np.ndarray:
+        """Kinds of wrong answers inside and outside."""
+        if len(self.every) <= 2:
+            return np.zeros(inside.shape[:2])
+        return self._dirichlet(inside[..., 1:]) + self._dirichlet(self.every[1:] - inside[..., 1:])
+
+    def _dirichlet(self, counts: np.ndarray) -> np.ndarray:
+        each = self._lg(DIRICHLET, counts).sum(-1)
+        return each - self._lg(DIRICHLET * counts.shape[-1], counts.sum(-1))
+
+
+def _calm(kind: np.ndarray) -> float:
+    """Log evidence of a healthy deployment: lapses alone."""
+    return float(_bb((kind > 0).sum(), len(kind), LAPSE)) + _one_kind(kind)
+
+
+def _one_kind(kind: np.ndarray) -> float:
+    counts = np.bincount(kind[kind > 0])
+    counts = counts[counts > 0]
+    return _dirichlet(counts, np.full(len(counts), DIRICHLET)) if len(counts) > 1 else 0.0
+
+
+def _dirichlet(counts: np.ndarray, alpha: np.ndarray) -> float:
+    a, n = alpha.sum(), counts.sum()
+    return float(gammaln(a) - gammaln(a + n) + (gammaln(alpha + counts) - gammaln(alpha)).sum())
+
+
+def _bb(x: Any, n: Any, prior: tuple[float, float]) -> Any:
+    a, b = prior
+    return betaln(a + x, b + n - x) - betaln(a, b)
+
+
+def _lapses(x: Any, n: Any) -> Any:
+    return np.logaddexp(_bb(x, n, LAPSE) + math.log(1 - WEAK), _bb(x, n, WEAK_MODEL) + math.log(WEAK))
+
+
+def _lapse_mean(x: float, n: float) -> float:
+    weak = _bb(x, n, WEAK_MODEL) + math.log(WEAK) - _lapses(x, n)
+    w = float(np.exp(weak))
+    return (1 - w) * (LAPSE[0] + x) / (sum(LAPSE) + n) + w * (WEAK_MODEL[0] + x) / (sum(WEAK_MODEL) + n)
+
+
+def _fade(x: np.ndarray, middle: Any, slope: Any) -> np.ndarray:
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        return np.clip(1 - 0.98 / (1 + (np.maximum(x, 1) / middle) ** slope), 0.01, 0.99)
+
+
+def _fading(c: Rows, gates: list[Gate], kind: np.ndarray) -> list[_Hypothesis]:
+    """Recall that falls gradually, 1 / (1 + (x / middle) ** slope), with length, place or distance from the end."""
+    out = []
+    lost, same = kind > 0, _one_kind(kind)
+    for column in ("length", "left", "place"):
+        x = c[column]
+        ok = np.isfinite(x)
+        if ok.sum() < 8 or len(np.unique(x[ok])) < 5:
+            continue
+        middles = np.geomspace(max(64, np.quantile(x[ok], 0.02)), 4 * max(x[ok].max(), 128), 40)
+        values = [(float(m), float(s)) for m in middles for s in FADES]
+        steps, step = np.unique(np.rint(100 * np.log(np.maximum(x[ok], 1))), return_inverse=True)  # of one per cent
+        p = _fade(np.exp(steps / 100), *(np.array(v)[:, None] for v in zip(*values, strict=True)))
+        gain, loss = np.log1p(-p), np.log(p)
+        for gate in gates:
+            inside = gate.mask(c) & ok
+            mine, hit = inside[ok], lost[inside]
+            gone = np.bincount(step, mine & lost[ok], len(steps))
+            log = loss @ gone + gain @ (np.bincount(step, mine, len(steps)) - gone)
+            rest = lost[~inside]
+            log = log - math.log(len(values)) + _lapses(rest.sum(), len(rest)) + same
+            evidence = _lse(log)
+            w = np.exp(log - evidence)
+            top = np.argsort(-w)[:40]
+            counts = np.tile([hit.sum(), len(hit), rest.sum(), len(rest)], (len(top), 1))
+            kinds = np.bincount(kind[inside], minlength=len(KIND_INDEX)).astype(float)
+            kept, weights = [values[i] for i in top], w[top] / w[top].sum()
+            out.append(_Hypothesis(f"fade {column}", gate, False, evidence, kept, weights, counts, kinds))
+    return out
+
+
+def _free(c: Rows, kind: np.ndarray, gate: Gate) -> list[_Hypothesis]:
+    """No law: a rate of its own in each of a few cells of length, of depth, of time, of both, or of each arm."""
+
+    def cells(column: str, parts: int) -> np.ndarray:
+        x = c[column]
+        ok = np.isfinite(x)
+        if not ok.any():
+            return np.zeros(len(x), int)
+        edges = np.unique(np.quantile(x[ok], np.linspace(0, 1, parts + 1)[1:-1]))
+        return np.where(ok, np.searchsorted(edges, np.nan_to_num(x), side="right"), parts)
+
+    length, depth = cells("length", 4), cells("depth", 3)
+    schemes = [cells("length", n) for n in (3, 6, 10)] + [cells("depth", n) for n in (3, 5, 8)]
+    schemes += [cells("left", 6), cells("order", 4), length * 4 + depth, length * 2 + c["warm"].astype(int)]
+    schemes.append(pd.factorize(c["arm"] + "\x1f" + c["replica"])[0])
+    lost, log = kind > 0, []
+    for scheme in schemes:
+        n = np.bincount(scheme)
+        x = np.bincount(scheme, weights=lost)
+        log.append(float(_bb(x, n, (0.5, 0.5)).sum()))
+    evidence = _lse(log) - math.log(len(log)) + _one_kind(kind)
+    counts = np.array([[lost.sum(), len(lost), 0, 0]])
+    kinds = np.bincount(kind, minlength=len(KIND_INDEX)).astype(float)
+    return [_Hypothesis("free", gate, False, evidence, [()], np.ones(1), counts, kinds)]
+
+
+def _prompts(c: Rows, kind: np.ndarray, gate: Gate) -> list[_Hypothesis]:
+    """Some prompts fail whenever they are asked, the others never: seen only where prompts were asked again."""
+    _, group = np.unique(c["prompt"], return_inverse=True)
+    n, x = np.bincount(group).astype(float), np.bincount(group, weights=c["lost"])
+    if (n > 1).sum() < 4:
+        return []
+    bad, good = _bb(x, n, HARD), _bb(x, n, LAPSE)
+    q = (np.arange(20) + 0.5) / 20
+    log = np.logaddexp(np.log(q)[:, None] + bad, np.log1p(-q)[:, None] + good).sum(1)
+    weight = _lse(log) - math.log(len(q))
+    counts = np.array([[x.sum(), n.sum(), 0, 0]])
+    kinds = np.bincount(kind, minlength=len(KIND_INDEX)).astype(float)
+    return [_Hypothesis("prompts", gate, False, weight + _one_kind(kind), [()], np.ones(1), counts, kinds)]
+
+
+def _pairs(c: Rows, hypotheses: list[_Hypothesis]) -> list[_Hypothesis]:
+    """Two causes: what the likeliest laws leave unexplained, explained by a second law of their remainder."""
+    kind = c["kind"].astype(int)
+    plain = [h for h in hypotheses if h.family in BY_NAME and h.name != "any"]
+    best: dict[tuple[str, str, str], _Hypothesis] = {}
+    for h in sorted(plain, key=lambda h: -h.evidence):
+        best.setdefault((h.family, h.gate.state, h.where), h)
+    out = []
+    if not best:
+        return []
+    first = next(iter(best.values()))
+    plainest = max((h.evidence for h in hypotheses if h.name == "any"), default=-np.inf)
+    left = first.counts[0]
+    if left[2] < 3 or left[2] <= 0.03 * left[3] or first.evidence < max(plainest, _calm(kind)) + 5:
+        return []
+    for h in list(best.values())[:LIKELIEST]:
+        inside = (BY_NAME[h.family].mask(c, h.values[0]) > 0.5) & h.gate.mask(c)
+        rest = ~inside
+        lost = int((kind[rest] > 0).sum())
+        if lost < 3 or lost <= 0.03 * rest.sum():
+            continue
+        calm = float(_lapses(lost, rest.sum())) + _one_kind(kind[rest])
+        out += [
+            replace(h, evidence=h.evidence - calm + second.evidence + math.log(SECOND), second=second)
+            for second in _hypotheses(c.take(rest))
+            if second.family in BY_NAME and second.evidence > calm and second.name != h.name
+        ]
+    return sorted(out, key=lambda h: -h.evidence)[:40]
+
+
+def _law(name: str, share: float, members: list[tuple[float, _Hypothesis]], c: Rows) -> Law:
+    """A law in words, its parameters over all members that bear its name."""
+    members = sorted(members, key=lambda m: -m[0])
+    first = members[0][1]
+    total = sum(s for s, _ in members) or 1.0
+    values = [(s / total * w, h, v) for s, h in members for v, w in zip(h.values, h.weights, strict=True)]
+    parameters = _parameters(first, [(w, v) for w, h, v in values if h.family == first.family])
+    if first.gate.state == "load":
+        levels = [(s / total, float(h.gate.value[0])) for s, h in members]  # type: ignore[index]
+        parameters["in_flight"] = _interval(levels)
+    inside = [(s / total * w, h.hard, *k[:2]) for s, h in members for w, k in zip(h.weights, h.counts, strict=True)]
+    x, n, y, m = (int(v) for v in first.counts[0])
+    outside = _beta_interval([(1.0, y + 0.5, m - y + 0.5)])
+    rate = _beta_interval(
+        [(w, a + x_, b + n_ - x_) for w, hard, x_, n_ in sorted(inside, reverse=True)[:12] for a, b in [RATES[hard]]]
+    )
+    if first.family in ("free", "prompts") or first.family.startswith("fade"):
+        rate = _beta_interval([(1.0, x + 0.5, n - x + 0.5)])
+    sentence = _sentence(first, parameters)
+    if (second := first.second) is not None:
+        sentence += f"; and {_sentence(second, _parameters(second, _weighed(second)))}"
+    counted = f": {n - x:,} of {n:,} found; everything else: {m - y:,} of {m:,}" if m else f": {n - x:,} of {n:,} found"
+    return Law(name, sentence + counted, share, parameters, rate, outside, (x, n), (y, m))
+
+
+def _sentence(h: _Hypothesis, parameters: dict[str, tuple[float, float, float]]) -> str:
+    words = f" {h.gate.words}" if h.gate.words else ""
+    if h.family == "free":
+        return "losses that no law explains"
+    if h.family == "prompts":
+        return "particular prompts, whenever they are asked"
+    if h.family.startswith("fade"):
+        what = {"length": "length", "left": "distance from the end", "place": "the value's place"}[h.family.split()[1]]
+        low, best, high = parameters["middle"]
+        return f"recall{words} fades with {what}, half of it at {best:,.0f} tokens ({low:,.0f} to {high:,.0f})"
+    said = BY_NAME[h.family].say(parameters)
+    return said.replace("prompts, whatever", f"prompts{words}, whatever") if h.family == "any" else said + words
+
+
+def _weighed(h: _Hypothesis) -> list[tuple[float, tuple[float, ...]]]:
+    return list(zip(h.weights.tolist(), h.values, strict=True))
+
+
+def _parameters(h: _Hypothesis, values: list[tuple[float, tuple[float, ...]]]) -> dict[str, tuple[float, float, float]]:
+    if h.family.startswith("fade"):
+        return {"middle": _interval([(w, v[0]) for w, v in values]), "slope": _interval([(w, v[1]) for w, v in values])}
+    if h.family not in BY_NAME or not values or not values[0][1]:
+        return {}
+    names = BY_NAME[h.family].parameters
+    if names == ("edge",):
+        return {"edge": _gaps(values)}
+    best = max(values)[1]
+    out = {}
+    for i, name in enumerate(names):
+        low, _, high = _interval([(w, v[i]) for w, v in values])
+        out[name] = (low, float(best[i]), high)
+    return out
+
+
+def _gaps(values: list[tuple[float, tuple[float, ...]]]) -> tuple[float, float, float]:
+    """2.5 %, half and 97.5 % of an edge that lies in gaps, log-uniform within each."""
+    merged: dict[tuple[float, ...], float] = {}
+    for w, gap in values:
+        merged[gap] = merged.get(gap, 0.0) + w
+    gaps = sorted(merged)
+    weight = np.array([merged[g] for g in gaps])
+    weight = np.cumsum(weight / weight.sum())
+    out = []
+    for q in (0.025, 0.5, 0.975):
+        i = min(int(np.searchsorted(weight, q)), len(gaps) - 1)
+        before = weight[i - 1] if i else 0.0
+        part = (q - before) / max(weight[i] - before, 1e-12)
+        low, high = gaps[i]
+        out.append(
+            max(low, 1e-9) * (max(high, 1e-9) / max(low, 1e-9)) ** part if low > 0 else low + (high - low) * part
+        )
+    return out[0], out[1], out[2]
+
+
+def _interval(values: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Extremes of the likeliest values that together hold 95 %, and the likeliest."""
+    merged: dict[float, float] = {}
+    for w, v in values:
+        merged[v] = merged.get(v, 0.0) + w
+    order = sorted(merged, key=lambda v: -merged[v])
+    total, kept = sum(merged.values()), []
+    for v in order:
+        kept.append(v)
+        if sum(merged[k] for k in kept) >= 0.95 * total:
+            break
+    return float(min(kept)), float(order[0]), float(max(kept))
+
+
+def _beta_interval(parts: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """2.5 %, half and 97.5 % of a mixture of Beta distributions (weight, a, b)."""
+    from scipy.special import betainc
+
+    grid = np.linspace(0, 1, 401)
+    total = sum(w for w, _, _ in parts)
+    cdf = sum(w / total * betainc(max(a, 1e-3), max(b, 1e-3), grid) for w, a, b in parts)
+    low, half, high = (float(np.interp(q, cdf, grid)) for q in (0.025, 0.5, 0.975))
+    return low, half, high
+
+
+def _lse(log: Any) -> float:
+    log = np.asarray(log)
+    top = float(np.max(log))
+    return top + math.log(float(np.exp(log - top).sum())) if math.isfinite(top) else top
+
+
+def _entropy(p: Any) -> Any:
+    p = np.clip(p, 1e-9, 1 - 1e-9)
+    return -(xlogy(p, p) + xlogy(1 - p, 1 - p))
