@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mock_endpoint import mock_endpoint
-from needlework import analysis, workbook
+from needlework import analysis, names, workbook
 from needlework.evidence import incidents
 from needlework.serving import settings as about
 from needlework.serving import target as targets
@@ -65,3 +65,24 @@ def test_there_is_advice_on_every_class_of_fault() -> None:
             assert told.meanwhile and told.look and str(told).startswith("Meanwhile: ")
     with pytest.raises(ValueError, match="no advice on 'F99'"):
         workbook.advice("F99")
+
+
+@pytest.mark.parametrize(
+    ("told", "ours"),
+    [
+        ("--page-size", "page"),
+        ("block_size", "page"),
+        ("--max-num-batched-tokens", "chunk"),
+        ("max_seq_len", "context_limit"),
+        ("topk", "topk"),
+        ("top_k", None),  # of sampling: never the indexer's budget
+        ("n_ctx", None),
+    ],
+)
+def test_what_engines_call_a_size(told: str, ours: str | None) -> None:
+    assert names.ours(told) == ours
+
+
+def test_a_name_stands_for_one_size() -> None:
+    told = [name for several in names.SIZES.values() for name in several]
+    assert len(told) == len(set(told)) and not set(told) & names.SIZES.keys()

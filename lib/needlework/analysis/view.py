@@ -15,6 +15,7 @@ import pandas as pd
 
 from needlework.analysis import trials as table
 from needlework.analysis.paired import Paired, compare_pairs, pair_up
+from needlework.names import ours
 
 REFERENCE = re.compile(r"(?i)reference|transformers|oracle|independent|hosted|other.?server")
 LAPSE = 0.03  # a healthy deployment may miss this often without a finding
@@ -130,14 +131,6 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "flags": _marks,
     "selected": _counts,
 }
-_SETTING = {
-    **dict.fromkeys(("index_topk", "top_k"), "topk"),
-    **dict.fromkeys(("page_size", "page_tokens"), "page"),
-    **dict.fromkeys(("chunk_size", "chunk_tokens", "chunked_prefill_size"), "chunk"),
-    **dict.fromkeys(("context_length", "max_model_len", "max_context"), "context_limit"),
-    **dict.fromkeys(("sliding_window", "swa_window"), "window"),
-    "compress_ratio": "ratio",
-}
 _SEVERAL = ("ratio",)  # layers may differ in it; of any other setting the first value counts
 
 
@@ -145,7 +138,7 @@ def _numbers(config: Mapping[Any, Any]) -> dict[str, Any]:
     """Settings that are positive numbers, by our names; what says something else ("auto") is not used."""
     out: dict[str, Any] = {}
     for key, value in config.items():
-        name = _SETTING.get(str(key), str(key))
+        name = ours(str(key)) or str(key)
         if isinstance(value, (list, tuple, np.ndarray)):
             several = [number for number in map(_positive, value) if number and number > 1]
             if several:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from needlework.names import SIZES
 from needlework.serving.scrub import plain
 
 if TYPE_CHECKING:
@@ -19,15 +20,6 @@ if TYPE_CHECKING:
     from needlework.serving.target import Target
 
 NOT_KNOWN = "not known"
-# constant -> names under which engines tell it, the telling one first
-NAMES = {
-    "topk": ("index_topk",),
-    "ratio": ("compress_ratio",),
-    "window": ("sliding_window",),
-    "page": ("page_size", "block_size"),
-    "chunk": ("chunked_prefill_size", "max_num_batched_tokens"),
-    "context_limit": ("context_length", "max_model_len"),
-}
 MOST = 1 << 40  # larger numbers are no setting
 
 
@@ -45,7 +37,7 @@ class Deployed:
         import pandas as pd
 
         rows = [("version", self.version, self.source.get("version", "–"))]
-        rows += [(n, f"{self.config[n]:,}" if n in self.config else NOT_KNOWN, self.source.get(n, "–")) for n in NAMES]
+        rows += [(n, f"{self.config[n]:,}" if n in self.config else NOT_KNOWN, self.source.get(n, "–")) for n in SIZES]
         return pd.DataFrame(rows, columns=["setting", "value", "read from"])
 
     def _repr_html_(self) -> str:
@@ -71,7 +63,7 @@ def _read(told: Iterable[tuple[str, Mapping[str, Any]]], command: Iterable[str])
         said = info.get("version")
         if version == NOT_KNOWN and isinstance(said, str) and said.strip():
             version, source["version"] = plain(said.strip(), 80), where
-        for name, words in NAMES.items():
+        for name, words in SIZES.items():
             value = next((info[w] for w in words if w in info), None)
             number = isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST
             if number and name not in config:
