@@ -85,7 +85,7 @@ def error_words(body: Any) -> Any:
     """What a body that reports an error says, or None where it reports none.
 
     Seen in public servers: `error` as text or object (also an empty one), `object: error`, `type: error`, and
-    FastAPI's `detail`; a null or empty `error` beside choices is none.
+    FastAPI's `detail`, or a bare `message`; a null or empty `error` beside choices is none.
     """
     if not isinstance(body, dict):
         return None
@@ -98,7 +98,7 @@ def error_words(body: Any) -> Any:
     if "choices" not in body and (detail := body.get("detail")):
         told = [d.get("msg") for d in detail if isinstance(d, dict)] if isinstance(detail, list) else []
         return "; ".join(str(t) for t in told if t) or detail
-    return None
+    return None if "choices" in body or "usage" in body else body.get("message")
 
 
 def _integer(value: Any) -> int | None:
