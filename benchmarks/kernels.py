@@ -29,6 +29,9 @@ from typing import Any
 
 import torch
 from needlework.kernels import triton as twins
+from needlework.kernels.candidates import load_file
+from needlework.kernels.candidates.public import footer_view, topk_module
+from needlework.kernels.candidates.public_triton import package_file
 from needlework.kernels.triton.index import logits_config
 from needlework.kernels.triton.mla import decode_config
 from needlework.kernels.triton.runtime import multiprocessors
@@ -39,17 +42,26 @@ from torch import Tensor
 Call = Callable[[], Any]
 DEVICE = torch.device("cuda")
 ROTATE_BYTES = 160e6  # more than twice the largest L2 (H200: 60 MB)
-BARS = {  # operation -> shape -> baseline -> largest allowed ratio of our time to theirs
-    "indexer_logits": {
-        "B1x65536": {"deep_gemm": 0.9},
-        "B32x32768": {"deep_gemm": 1.0},
-        "B64x32768": {"deep_gemm": 1.0},
-    },
-    "select_topk": {shape: {"sglang-topk-v1": 1.0} for shape in ("B1x65536", "B64x16384", "B64x131072")},
+LOGITS_SHAPES = (
+    *((1, length) for length in (512, 4096, 16384, 65536, 262144)),
+    *((8, length) for length in (4096, 131072)),
+    *((64, length) for length in (512, 4096, 32768, 131072)),
+    (32, 32768),
+)
+TOPK_SHAPES = (
+    *((1, length) for length in (512, 4096, 16384, 65536, 262144)),
+    *((8, length) for length in (4096, 131072)),
+    *((64, length) for length in (512, 4096, 16384, 131072)),
+)
+BARS: dict[
+    str, dict[str, dict[str, float]]
+] = {  # operation -> shape -> baseline -> largest ratio of our time to theirs
+    "indexer_logits": {f"B{b}x{n}": {"deep_gemm": 1.0} for b, n in LOGITS_SHAPES},
+    "select_topk": {f"B{b}x{n}": {"sglang-topk-v1": 1.0, "sglang-topk-v2": 1.0} for b, n in TOPK_SHAPES},
     "sparse_mla_decode": {
-        "v4 B4 K512": {"flash_mla": 1.5, "sglang-sm120-triton": 0.1},
-        "v4 B64 K512": {"flash_mla": 1.2},
-        "v32 B4 K2048": {"flash_mla": 1.5},
+        "v4 B4 K512": {"flash_mla": 1.0, "sglang-sm120-triton": 0.1},
+        "v4 B64 K512": {"flash_mla": 1.0},
+        "v32 B4 K2048": {"flash_mla": 1.2},
         "v32 B64 K2048": {"flash_mla": 1.2},
     },
 }
@@ -181,44 +193,6 @@ def sets_for(build: Callable[[int], dict[str, Tensor]]) -> list[dict[str, Tensor
 
 
 # ---- public kernels --------------------------------------------------------------------------------------------------
-def package_path(package: str, relative: str) -> Path | None:
-    spec = importlib.util.find_spec(package)
-    for folder in (spec.submodule_search_locations if spec else None) or ():
-        if (Path(folder) / relative).exists():
-            return Path(folder) / relative
-    return None
-
-
-@functools.cache
-def sglang_topk() -> Any:
-    import tvm_ffi.cpp
-
-    source = package_path("sglang", "kernels/jit/csrc/deepseek_v4/topk_v1.cuh")
-    include = package_path("sglang", "kernels/jit/include")
-    if source is None or include is None:
-        raise ImportError("no sglang wheel on PYTHONPATH")
-    return tvm_ffi.cpp.load_inline(
-        "benchmark_topk_v1",
-        cuda_sources=f'#include "{source}"\n'
-        "TVM_FFI_DLL_EXPORT_TYPED_FUNC(transform, (sglang::TopKKernel<true>::transform));",
-        extra_cuda_cflags=["-gencode=arch=compute_90a,code=sm_90a", "-std=c++20", "-O3", "--expt-relaxed-constexpr",
-                           "-DSGL_CUDA_ARCH=900"],
-        extra_include_paths=[str(include)],
-    )  # fmt: skip
-
-
-@functools.cache
-def sm120_file() -> Any:
-    path = package_path("sglang", "kernels/ops/attention/flash_mla_sm120_triton.py")
-    if path is None:
-        raise ImportError("no sglang wheel on PYTHONPATH")
-    spec = importlib.util.spec_from_file_location("flash_mla_sm120_triton", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def deep_gemm_call(x: dict[str, Tensor]) -> Call:
     import deep_gemm
 
@@ -231,26 +205,34 @@ def deep_gemm_call(x: dict[str, Tensor]) -> Call:
     )
 
 
-def sglang_topk_call(x: dict[str, Tensor], k: int) -> Call:
-    transform = sglang_topk().transform
+def sglang_topk_call(x: dict[str, Tensor], k: int, version: int) -> Call:
+    module = topk_module(version)
     out = torch.empty(len(x["logits"]), k, dtype=torch.int32, device="cuda")
+    plan = torch.zeros(len(out) + 1, 2, dtype=torch.int32, device="cuda")
+    if version == 2:  # made once a step and used by every layer, so it stays out of the time
+        module.plan(x["lengths"], plan, -1)
 
     def call() -> Tensor:
-        transform(x["logits"], x["lengths"], x["page_table"], out, 64, None)
+        if version == 1:
+            module.transform(x["logits"], x["lengths"], x["page_table"], out, 64, None)
+        else:
+            module.transform_paged(x["logits"], x["lengths"], x["page_table"], out, 64, plan, None)
         return out
 
     return call
 
 
-def footer(pool: Tensor, row: int) -> Tensor:
-    return pool.as_strided((len(pool), 64, 1, row), (pool.stride(0), row, row, 1))
+def row_view(pool: Tensor, layout: str) -> Tensor:
+    if layout == "v4-mla-fp8":
+        return footer_view(pool, 64)
+    return pool.as_strided((len(pool), 64, 1, 656), (pool.stride(0), 656, 656, 1))
 
 
 def flash_mla_call(x: dict[str, Tensor], layout: str) -> Call:
     import flash_mla
 
     meta, _ = flash_mla.get_mla_metadata()
-    cache, v4 = footer(x["pool"], 584 if layout == "v4-mla-fp8" else 656), layout == "v4-mla-fp8"
+    cache, v4 = row_view(x["pool"], layout), layout == "v4-mla-fp8"
     q, indices = x["q"][:, None], x["indices"][:, None]
 
     def call() -> tuple[Tensor, Tensor]:
@@ -264,8 +246,9 @@ def flash_mla_call(x: dict[str, Tensor], layout: str) -> Call:
 
 
 def sm120_call(x: dict[str, Tensor]) -> Call:
-    decode = sm120_file().flash_mla_sparse_decode_triton
-    cache, q, indices = footer(x["pool"], 584), x["q"][:, None], x["indices"][:, None]
+    file = load_file(package_file("sglang", "kernels/ops/attention/flash_mla_sm120_triton.py"))
+    decode = file.flash_mla_sparse_decode_triton
+    cache, q, indices = footer_view(x["pool"], 64), x["q"][:, None], x["indices"][:, None]
 
     def call() -> tuple[Tensor, Tensor]:
         out, lse = decode(q, cache, indices, None, None, 512, 512**-0.5)
@@ -328,7 +311,7 @@ def benchmark(best: dict[str, Any]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = [
         {"operation": "copy", "shape": "4 GiB", "kernel": "torch copy_", "TB_per_s": round(copy / 1e12, 3)}
     ]
-    for batch, length in ((1, 65536), (32, 32768), (64, 32768)):
+    for batch, length in LOGITS_SHAPES:
         shape = f"B{batch}x{length}"
         sets = sets_for(functools.partial(index_inputs, batch, length))
         want = index_oracle(sets[0])
@@ -339,13 +322,14 @@ def benchmark(best: dict[str, Any]) -> list[dict[str, Any]]:
             batch * length * (132 + 4), 2 * batch * length * 64 * 128, copy, BARS["indexer_logits"][shape], config,
         )  # fmt: skip
         del sets
-    for batch, length in ((1, 65536), (64, 16384), (64, 131072)):
+    for batch, length in TOPK_SHAPES:
         shape = f"B{batch}x{length}"
         sets = sets_for(functools.partial(topk_inputs, batch, length))
         config = chosen(f"topk B{batch}x{length}") or topk_config(batch)
         makers = {
             "needlework": lambda x, c=config: lambda: run_topk(x, c),
-            "sglang-topk-v1": lambda x: sglang_topk_call(x, 512),
+            "sglang-topk-v1": lambda x: sglang_topk_call(x, 512, 1),
+            "sglang-topk-v2": lambda x: sglang_topk_call(x, 512, 2),
             "torch.topk": lambda x: lambda: torch.topk(x["logits"], 512, dim=1, sorted=False),
         }
         rows += measure(
@@ -483,7 +467,7 @@ def sweep(kinds: list[str]) -> dict[str, Any]:
         failed = [text for text in pool.map(compile_one, jobs) if text]
     print("\n".join(failed), flush=True)
     found: dict[str, Any] = {"failed": failed}
-    for batch, length in ((1, 65536), (32, 32768), (64, 32768)) if "logits" in kinds else ():
+    for batch, length in LOGITS_SHAPES if "logits" in kinds else ():
         sets = sets_for(functools.partial(index_inputs, batch, length))
         want = index_oracle(sets[0])
         # programs a multiprocessor holds at once (seen: 8, 6, 5, 2); one or two rounds of them
@@ -495,7 +479,7 @@ def sweep(kinds: list[str]) -> dict[str, Any]:
                 programs = max(1, waves * slots // batch)
                 tries.append(c | {"STEPS": max(1, math.ceil(length // c["BLOCK"] / programs))})
         found[f"logits B{batch}x{length}"] = ranked(sets, tries, run_logits, lambda got, want=want: gap(got[:1], want))
-    for batch, length in ((1, 65536), (64, 16384), (64, 131072)) if "topk" in kinds else ():
+    for batch, length in TOPK_SHAPES if "topk" in kinds else ():
         sets = sets_for(functools.partial(topk_inputs, batch, length))
         found[f"topk B{batch}x{length}"] = ranked(sets, TOPK_SWEEP, run_topk, lambda got, x=sets[0]: topk_gap(got, x))
     for layout, batch, entries in MLA_SHAPES if "mla" in kinds else ():
@@ -536,7 +520,7 @@ def setting() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
-    versions["sglang"] = "0.5.23 (files of the wheel)" if package_path("sglang", "kernels/jit/include") else "absent"
+    versions["sglang"] = "0.5.23 (files of the wheel)" if importlib.util.find_spec("sglang") else "absent"
     properties = torch.cuda.get_device_properties(0)
     return {
         "card": properties.name,

@@ -150,11 +150,7 @@ class Laid:
 
 
 def lay_out(
-    hay: Haystack,
-    *,
-    index_layout: str = "dsa-index-fp8",
-    latent_layout: str = "v4-mla-fp8",
-    keys: Tensor | None = None,
+    hay: Haystack, *, index_layout: str = "dsa-index-fp8", latent_layout: str = "v4-mla-fp8", keys: Tensor | None = None
 ) -> Laid:
     """Write a haystack into permuted pages; `keys` [T / 4, 128] replaces its index keys."""
     index, latent = layout_of(index_layout), layout_of(latent_layout)

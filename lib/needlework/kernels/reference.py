@@ -571,12 +571,7 @@ def router_topk(
 
 
 def router_hash(
-    logits: Tensor,
-    token_ids: Tensor,
-    table: Tensor,
-    *,
-    scaling: float = 1.5,
-    scaling_dtype: torch.dtype | None = None,
+    logits: Tensor, token_ids: Tensor, table: Tensor, *, scaling: float = 1.5, scaling_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The first layers' router: experts from the token id alone (table int32 [vocab, k]), weights still from the
     scores."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -157,42 +158,39 @@ def _flash_mla(load_file: Callable[[Path], Any]) -> Function:
     return decode
 
 
-def _topk(version: int) -> Callable[[Callable[[Path], Any]], Function]:
+@cache
+def topk_module(version: int) -> Any:
     """SGLang's JIT selection, built from the wheel's CUDA sources with tvm_ffi (needs nvcc; about ten seconds)."""
+    import tvm_ffi.cpp
 
-    def build(load_file: Callable[[Path], Any]) -> Function:
-        import tvm_ffi.cpp
+    source = package_file("sglang", f"kernels/jit/csrc/deepseek_v4/topk_v{version}.cuh")
+    major, minor = torch.cuda.get_device_capability()
+    arch = f"{major}{minor}{'a' if major >= 9 else ''}"
+    exports = ["transform"] if version == 1 else ["transform_paged", "plan"]
+    lines = [f'#include "{source}"']
+    lines += [f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (sglang::TopKKernel<true>::{name}));" for name in exports]
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++20", "-O3", "--expt-relaxed-constexpr",
+             f"-DSGL_CUDA_ARCH={major}{minor}0"]  # fmt: skip
+    include = [str(package_file("sglang", "kernels/jit/include"))]
+    name, text = f"needlework_topk_v{version}", "\n".join(lines)
+    return tvm_ffi.cpp.load_inline(name, cuda_sources=text, extra_cuda_cflags=flags, extra_include_paths=include)
 
-        source = package_file("sglang", f"kernels/jit/csrc/deepseek_v4/topk_v{version}.cuh")
-        include = package_file("sglang", "kernels/jit/include")
-        major, minor = torch.cuda.get_device_capability()
-        arch = f"{major}{minor}{'a' if major >= 9 else ''}"
-        exports = ["transform"] if version == 1 else ["transform_paged", "plan"]
-        lines = [f'#include "{source}"']
-        lines += [f"TVM_FFI_DLL_EXPORT_TYPED_FUNC({name}, (sglang::TopKKernel<true>::{name}));" for name in exports]
-        flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-std=c++20", "-O3", "--expt-relaxed-constexpr",
-                 f"-DSGL_CUDA_ARCH={major}{minor}0"]  # fmt: skip
-        module = tvm_ffi.cpp.load_inline(
-            f"needlework_topk_v{version}", cuda_sources="\n".join(lines), extra_cuda_cflags=flags,
-            extra_include_paths=[str(include)],
-        )  # fmt: skip
 
-        def select(logits, lengths, k, page_table=None, *, page_tokens=64):
-            only(page_table is not None, "a page table")
-            only(k <= (1024 if version == 1 else 2048), f"k up to {1024 if version == 1 else 2048}")
-            out = torch.empty((len(logits), k), dtype=torch.int32, device=logits.device)
-            rows, lens, table = logits, lengths.to(torch.int32).contiguous(), page_table.contiguous()
-            if version == 1:
-                module.transform(rows, lens, table, out, page_tokens, None)
-            else:
-                plan = torch.zeros((len(logits) + 1, 2), dtype=torch.int32, device=logits.device)
-                module.plan(lens, plan, -1)
-                module.transform_paged(rows, lens, table, out, page_tokens, plan, None)
-            return out
+def _topk(version: int) -> Callable[[Callable[[Path], Any]], Function]:
+    def select(logits, lengths, k, page_table=None, *, page_tokens=64):
+        only(page_table is not None, "a page table")
+        only(k <= (1024 if version == 1 else 2048), f"k up to {1024 if version == 1 else 2048}")
+        module, out = topk_module(version), torch.empty((len(logits), k), dtype=torch.int32, device=logits.device)
+        lens, table = lengths.to(torch.int32).contiguous(), page_table.contiguous()
+        if version == 1:
+            module.transform(logits, lens, table, out, page_tokens, None)
+        else:
+            plan = torch.zeros((len(logits) + 1, 2), dtype=torch.int32, device=logits.device)
+            module.plan(lens, plan, -1)
+            module.transform_paged(logits, lens, table, out, page_tokens, plan, None)
+        return out
 
-        return select
-
-    return build
+    return lambda load_file: select
 
 
 PUBLIC = {

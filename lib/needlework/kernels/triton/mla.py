@@ -27,6 +27,7 @@ import triton.language as tl  # isort: skip
 VALUE_DIM = 512
 QUERY_DIM = {"v4-mla-fp8": 512, "v32-mla-fp8": 576}
 LOG2_E = 1.4426950408889634
+MERGE = {"BLOCK": 64} if INTERPRETED else {"BLOCK": 1, "num_warps": 4}
 
 
 @triton.jit
@@ -165,6 +166,16 @@ def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, pag
 
 
 @triton.jit
+def _part(outs, lses, i, row, rows, dim, base, column, mine):
+    """One part of some rows, weighted; nothing where it is empty."""
+    weight = tl.load(lses + i * rows + row, mask=mine, other=float("-inf"))
+    used = mine & (tl.abs(weight) != float("inf"))
+    weight = tl.where(used, tl.exp(weight - base), 0.0)
+    address = outs + (i * rows + row).to(tl.int64)[:, None] * dim + column[None, :]
+    return weight[:, None] * tl.load(address, mask=used[:, None] & (column < dim)[None, :], other=0.0)
+
+
+@triton.jit
 def _merge_kernel(outs, lses, sink, out, lse, parts, rows, heads, dim, SINK: tl.constexpr, PARTS: tl.constexpr,
                   DIM: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program merges BLOCK (request, head) rows: rows = B * H; outs [parts, rows, dim], lses [parts, rows]."""
@@ -187,12 +198,12 @@ def _merge_kernel(outs, lses, sink, out, lse, parts, rows, heads, dim, SINK: tl.
     if SINK:
         norm = norm / (1.0 + tl.exp(tl.load(sink + row % heads, mask=mine, other=0.0) - tl.where(none, 0.0, natural)))
     merged = tl.zeros((BLOCK, DIM), tl.float32)
-    for i in range(parts):
-        weight = tl.load(lses + i * rows + row, mask=mine, other=float("-inf"))
-        used = mine & (tl.abs(weight) != float("inf"))
-        weight = tl.where(used, tl.exp(weight - base), 0.0)
-        address = outs + (i * rows + row).to(tl.int64)[:, None] * dim + column[None, :]
-        merged += weight[:, None] * tl.load(address, mask=used[:, None] & (column < dim)[None, :], other=0.0)
+    if PARTS <= 8:  # all parts are asked for before the first is used
+        for i in tl.static_range(PARTS):
+            merged += _part(outs, lses, i, row, rows, dim, base, column, mine & (row * 0 + i < parts))
+    else:
+        for i in range(parts):
+            merged += _part(outs, lses, i, row, rows, dim, base, column, mine)
     tl.store(lse + row, natural, mask=mine)
     address = out + row.to(tl.int64)[:, None] * dim + column[None, :]
     tl.store(address, merged * norm[:, None], mask=mine[:, None] & (column < dim)[None, :])
@@ -214,12 +225,11 @@ def merge_partials(
     rows, width = batch * heads, triton.next_power_of_2(dim)
     out = torch.empty((batch, heads, dim), dtype=dtype, device=outs.device)
     lse = torch.empty((batch, heads), dtype=torch.float32, device=outs.device)
-    block = 64 if INTERPRETED else 1
     if rows:
-        _merge_kernel[(triton.cdiv(rows, block),)](
+        _merge_kernel[(triton.cdiv(rows, MERGE["BLOCK"]),)](
             outs.contiguous(), lses.contiguous(), lses if sink is None else sink.contiguous(), out, lse, parts, rows,
-            heads, dim, SINK=sink is not None, PARTS=triton.next_power_of_2(parts), DIM=width, BLOCK=block,
-            num_warps=4, **LAUNCH,
+            heads, dim, SINK=sink is not None, PARTS=triton.next_power_of_2(parts), DIM=width,
+            **MERGE, **LAUNCH,
         )  # fmt: skip
     return out, lse
 
