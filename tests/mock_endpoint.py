@@ -38,6 +38,7 @@ class Defects:
     fail: Callable[[int], tuple[int, str] | None] = lambda ordinal: None  # (status, body) instead of an answer
     thinks: bool = False
     replicas: int = 1
+    count_fails: Callable[[int], bool] = lambda ordinal: False  # of the tokenise route
     transfers: bool = False  # as the decode server of a pair: all but the last token of any prompt is called cached
     zero_left_out: bool = False  # no word on cached tokens where there are none, as vllm 0.23 and sglang 0.5.14
 
@@ -53,6 +54,7 @@ class Mock:
     running: int = 0
     hits: int = 0  # tokens that came out of the cache
     aborted: int = 0
+    counts: int = 0
     last_value: str = ""
     key: str | None = None
     model: str = "mock"
@@ -181,12 +183,17 @@ def make_app(mock: Mock) -> Starlette:
 
     async def tokenize(request: Request) -> Response:
         body = await request.json()
+        mock.counts += 1
+        if mock.defects.count_fails(mock.counts):
+            return JSONResponse({"error": {"message": "busy"}}, 503)
         if d == "llama.cpp":  # takes nothing but `content`, and says nothing of what it does not know
             return JSONResponse({"tokens": list(range(len(tokens_of(body.get("content", "")))))})
         if "messages" in body and d in ("sglang", "vllm"):
             count = len(render(body["messages"]))
         elif "prompt" in body:
             count = len(tokens_of(body["prompt"]))
+            if d == "sglang":  # lists every id; the others give the first few
+                return JSONResponse({"count": count, "tokens": [hash(x) & 0xFFFF for x in tokens_of(body["prompt"])]})
         else:
             return JSONResponse({"error": "bad request"}, 400)
         return JSONResponse({"count": count, "tokens": list(range(min(count, 8))), "max_model_len": mock.window})

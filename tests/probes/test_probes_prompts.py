@@ -9,9 +9,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from mock_endpoint import render, tokens_of
+from mock_endpoint import mock_endpoint, render, tokens_of
+from needlework.probes import recall
 from needlework.probes.bench import prompts, words
-from needlework.probes.bench.prompts import LengthError, PromptSpec, Ratio, build, facts_of
+from needlework.probes.bench.prompts import LengthError, LineCounts, PromptSpec, Ratio, build, facts_of
 
 
 def unique_share(text, n=8):
@@ -161,3 +162,42 @@ def test_a_long_prompt_is_built_fast():
     text, _ = prompts.assemble(PromptSpec(128_000, 0.5, seed=77), 3800, 20)
     assert len(tokens_of(text)) > 100_000
     assert time.perf_counter() - started < 2  # 0.1 s when idle; the benchmark has the real limit
+
+
+def test_many_prompts_are_counted_in_few_requests():
+    """Lines add up: all lengths exact by 0.3 counts a trial or fewer; one count in seven fails and is asked again."""
+    for concurrency, fails in ((1, lambda n: False), (8, lambda n: n % 7 == 6)):
+        with mock_endpoint("sglang", count_fails=fails) as mock:
+            result = recall(mock.base_url, lengths=(300, 512, 900), depths=(0.1, 0.5), repeats=16,
+                            concurrency=concurrency, controls=False)  # fmt: skip
+        trials = result.trials
+        assert (trials["outcome"] == "exact").all() and len(trials) == 96
+        assert (trials["counted_tokens"] == trials["target_tokens"]).all()
+        assert (trials["prompt_tokens"] == trials["target_tokens"]).all()
+        assert (trials["counted_by"] == "lines").sum() >= 93 and mock.counts <= 0.3 * 96 + 30
+
+
+def test_lines_that_do_not_add_up_are_counted_whole():
+    async def nothing(text: str) -> None:
+        return None
+
+    assert not asyncio.run(LineCounts(nothing).begin())
+    with mock_endpoint("sglang") as mock:  # sums that are wrong by a constant that moves: the whole count decides
+        whole, LineCounts.count = LineCounts.count, lambda self, text: asyncio.sleep(0, len(text) // 7)
+        try:
+            trials = recall(mock.base_url, lengths=(300, 400), depths=(0.5,), repeats=3, controls=False).trials
+        finally:
+            LineCounts.count = whole
+    assert (trials["counted_tokens"] == trials["prompt_tokens"]).all() and set(trials["counted_by"]) == {"tokenize"}
+
+
+def test_without_a_tokenizer_only_what_lies_outside_of_an_interval_was_cut():
+    with mock_endpoint("openai") as mock:
+        whole = recall(mock.base_url, lengths=(256, 512, 2048, 8192), depths=(0.1, 0.9), repeats=3).trials
+        mock.defects.truncate_to = 4000
+        cut = recall(mock.base_url, lengths=(512, 2048, 8192), depths=(0.1, 0.9), repeats=2).trials
+    assert (
+        whole["counted_tokens"].isna().all() and whole["sent_low"].notna().all() and whole["length_note"].isna().all()
+    )
+    assert ((whole["sent_low"] <= whole["prompt_tokens"]) & (whole["prompt_tokens"] <= whole["sent_high"])).all()
+    assert (cut["length_note"].notna() == (cut["target_tokens"] == 8192)).all()

@@ -73,6 +73,7 @@ class Endpoint:
         self.extra = dict(extra or {})
         self.repeatable = repeatable
         self.capabilities: Any = None  # filled by capabilities.discover, once
+        self.ids_path: str | None = None  # the route that lists token ids, once it was found
         self._key = api_key
         self._max_connections = max_connections
         self._transport = transport
@@ -82,9 +83,8 @@ class Endpoint:
         self.cache_url = _clean(cache_url) if cache_url else None
         for url in filter(None, (self.tokenizer_url, self.metrics_url, self.cache_url)):
             self._secrets += secrets_of(url, None)
-        # httpx ties a client to the event loop that first used it
-        self._clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient] = weakref.WeakKeyDictionary()
-        weakref.finalize(self, _hang_up, self._clients)  # also at the interpreter's end
+        self._lines: weakref.WeakKeyDictionary[Any, httpx.AsyncBaseTransport] = weakref.WeakKeyDictionary()  # by loop
+        weakref.finalize(self, _hang_up, self._lines)  # also at the interpreter's end
 
     def __repr__(self) -> str:
         return f"Endpoint(model={self.model!r}, key={'set' if self._key else 'none'})"
@@ -95,9 +95,9 @@ class Endpoint:
 
     async def aclose(self) -> None:
         """Close the connections opened from the running loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.aclose()
+        line = self._lines.pop(asyncio.get_running_loop(), None)
+        if line is not None:
+            await line.aclose()
 
     # ---- plain HTTP ----
 
@@ -214,13 +214,22 @@ class Endpoint:
         try:
             async with asyncio.timeout(limit_s):
                 content: Any = None if body is None else json.dumps(body).encode()
-                headers = {} if content is None else {"content-type": "application/json"}
+                headers = self._headers()
+                if content is not None:
+                    headers |= {"content-type": "application/json", "content-length": str(len(content))}
                 if sent is not None and content is not None:
-                    headers["content-length"] = str(len(content))
                     content = _telling(content, sent)
-                async with self._client().stream(
-                    method, (base or self.base_url) + path, content=content, headers=headers
-                ) as response:
+                timeouts = dict.fromkeys(("read", "write", "pool"), self.timeout_s) | {
+                    "connect": min(20.0, self.timeout_s)
+                }
+                # straight to the transport: a client would add cookies, redirects and a third of the time
+                request = httpx.Request(
+                    method, (base or self.base_url) + path, headers=headers, content=content,
+                    extensions={"timeout": timeouts},
+                )  # fmt: skip
+                response = await self._line().handle_async_request(request)
+                response.request = request
+                try:
                     if response.headers.get("content-encoding", "identity") not in ("identity", ""):
                         reason = "the body is compressed although that was not asked for"
                         raise TransportError(reason, response.status_code)
@@ -229,6 +238,8 @@ class Endpoint:
                         kind = "redirect" if 300 <= response.status_code < 400 else f"http_{response.status_code}"
                         raise TransportError(await self._why(response, chunks), response.status_code, kind)
                     yield response, chunks
+                finally:
+                    await response.aclose()
         except TimeoutError:
             raise TransportError(f"no complete answer within {limit_s:g} s", failure="timeout") from None
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, aiohttp.ClientError, OSError) as error:
@@ -273,24 +284,20 @@ class Endpoint:
             message = f"{message} ({hint})"
         return self.scrub(f"HTTP {status}: {message}" if text.strip() else f"HTTP {status} with an empty body")
 
-    def _client(self) -> httpx.AsyncClient:
+    def _headers(self) -> dict[str, str]:
+        headers = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "needlework"}
+        if self._key:
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise TransportError("the API key holds characters that cannot be sent in a header")
+            headers["authorization"] = f"Bearer {self._key}"
+        return headers
+
+    def _line(self) -> httpx.AsyncBaseTransport:
+        """The connections of the running loop: they cannot be used from another one."""
         loop = asyncio.get_running_loop()
-        client = self._clients.get(loop)
-        if client is None:
-            headers = {"accept-encoding": "identity", "user-agent": "needlework"}
-            if self._key:
-                if not (self._key.isascii() and self._key.isprintable()):
-                    raise TransportError("the API key holds characters that cannot be sent in a header")
-                headers["authorization"] = f"Bearer {self._key}"
-            client = httpx.AsyncClient(
-                headers=headers,
-                timeout=httpx.Timeout(self.timeout_s, connect=min(20.0, self.timeout_s)),
-                follow_redirects=False,
-                transport=self._transport or AiohttpTransport(client=self._session(), trust_env=False),
-                trust_env=False,
-            )
-            self._clients[loop] = client
-        return client
+        if loop not in self._lines:
+            self._lines[loop] = self._transport or AiohttpTransport(client=self._session(), trust_env=False)
+        return self._lines[loop]
 
     def _session(self) -> aiohttp.ClientSession:
         """Connections of aiohttp, whose cost does not grow with their number. Idle ones are dropped before a server
@@ -310,11 +317,11 @@ async def attempt(awaitable: Any) -> Any:
         return None
 
 
-def _hang_up(clients: weakref.WeakKeyDictionary[Any, httpx.AsyncClient]) -> None:
+def _hang_up(lines: weakref.WeakKeyDictionary[Any, httpx.AsyncBaseTransport]) -> None:
     """Close connections whose endpoint is gone, on the loops that still run."""
-    for loop, client in list(clients.items()):
+    for loop, line in list(lines.items()):
         if loop.is_running():
-            closing = asyncio.run_coroutine_threadsafe(client.aclose(), loop)
+            closing = asyncio.run_coroutine_threadsafe(line.aclose(), loop)
             if threading.current_thread() is threading.main_thread() and asyncio._get_running_loop() is not loop:
                 with contextlib.suppress(Exception):
                     closing.result(0.5)

@@ -32,6 +32,18 @@ async def count_tokens(endpoint: Endpoint, messages: list[Message]) -> int | Non
     return _count(await endpoint.post_json(found.tokenize_path, body, base=base))
 
 
+async def ids(endpoint: Endpoint, text: str) -> list[int] | None:
+    """Token ids of a plain text, without special tokens; None where no route lists as many as it counts."""
+    base = endpoint.tokenizer_url or endpoint.base_url
+    for path in (endpoint.ids_path,) if endpoint.ids_path else ("/tokenize", "/v1/tokenize", "/tokenize#content"):
+        body = await attempt(endpoint.post_json(path, _text_body(path, endpoint.capabilities.model, text), base=base))
+        found = body.get("tokens") if isinstance(body, dict) else None
+        if isinstance(found, list) and found and len(found) == _count(body) and set(map(type, found)) == {int}:
+            endpoint.ids_path = path
+            return found
+    return None
+
+
 async def tokenize_form(endpoint: Endpoint, model: str, hello: list[Message]) -> tuple[str, str | None]:
     """(form, route) that counts: "chat" or "text", else ("usage", None)."""
     base = endpoint.tokenizer_url or endpoint.base_url

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_CONSECUTIVE_FAILURES = 8
+AHEAD = 64  # prompts whose lines are counted together
 SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
 SLACK_SHARE = 1.15  # lengths that are estimated until the server has counted them
 LENGTH_WARNING = (
@@ -259,10 +260,21 @@ class Bench:
 
     async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
-        queue, crowd = iter(asks), min(concurrency, len(asks))
+        builder = self._leader._own_builder
+        assert builder is not None
+        queue, crowd = iter(enumerate(asks)), min(concurrency, len(asks))
+        ahead: dict[int, asyncio.Task[None]] = {}  # lines of many prompts are counted together
+
+        async def foreseen(block: int) -> None:
+            if block not in ahead and block * AHEAD < len(asks):
+                part = asks[block * AHEAD : (block + 1) * AHEAD]
+                ahead[block] = asyncio.create_task(builder.foresee([a.prompt for a in part]))
+            if block in ahead:
+                await asyncio.shield(ahead[block])
 
         async def worker() -> None:
-            for a in queue:  # shared: every worker takes the next one
+            for i, a in queue:  # shared: every worker takes the next one
+                await foreseen(i // AHEAD)
                 await self._one(a, prepare, crowd)
 
         try:
@@ -287,6 +299,10 @@ class Bench:
             self.endpoint, a, prompt, self._values, alone=row["concurrency"] == 1, thinking=self.thinking,
             tolerance=self.tolerance, prepare=prepare,
         )  # fmt: skip
+        if row.get("length_note") and prompt.counted_by == "lines":  # then only a whole count can tell
+            prompt = await self._leader._own_builder.confirm(prompt, row["prompt_tokens"])
+            note = rows.length_note(prompt, row["prompt_tokens"], self.tolerance)
+            row |= rows.sent_columns(prompt) | {"length_note": note}
         row = a.whole(row, graded=False)
         self.meter.correct(prompt.counted_tokens, row["prompt_tokens"])
         self.journal.append(row)
@@ -298,7 +314,7 @@ class Bench:
         self._failures = 0
         if row["prompt_tokens"] is not None and not prompt.exact:  # then it is the server's own count
             self._own_builder.learn(prompt, row["prompt_tokens"])
-        if row["length_note"]:
+        if row.get("length_note"):
             self.warn(LENGTH_WARNING)
         return row
 

@@ -110,7 +110,7 @@ class Journal:
         expected = row.get("expected") or ""
         for name in FROM_SERVER:
             if isinstance(said := row.get(name), str) and said.strip() != expected:
-                row = row | {name: private(said, expected)}
+                row = row | {name: private(said, expected if expected in said else "")}
         self._write("trials.jsonl", row)
         self.rows[row["trial_id"]] = row
         self.lines += 1

@@ -9,11 +9,14 @@ specification and the server's tokenizer, not on the path by which it was found.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Any
 
@@ -114,6 +117,7 @@ def statement(key: str, value: str) -> str:
     return f"The secret code for {key} is {value}."
 
 
+@lru_cache(maxsize=1024)
 def facts_of(spec: PromptSpec) -> tuple[tuple[Fact, ...], str, str | None]:
     """(facts, question, expected answer) of a specification; no tokenizer needed."""
     r = Random(f"facts/{spec.seed}/{spec.needle}/{spec.needles}/{spec.distractors}")
@@ -169,7 +173,12 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Prompt:
-    """A finished prompt. `counted_tokens` is the server's count, or an estimate when `exact` is False."""
+    """A finished prompt.
+
+    counted_tokens  of the whole request: the server's tokenizer's count, or an estimate
+    counted_by      "tokenize" (the whole request was counted), "lines" (its lines were), or "estimate"
+    sent            the interval in which the sent length surely lies; None: nothing is known yet
+    """
 
     messages: Messages
     spec: PromptSpec
@@ -177,16 +186,21 @@ class Prompt:
     expected: str | None  # None: the right answer is that it was not given
     facts: tuple[Fact, ...]
     counted_tokens: int
-    exact: bool
+    counted_by: str
+    sent: tuple[int, int] | None
     needle_token: int | None  # tokens of the message's content before the asked value; None when there is none
     sha256: str
+
+    @property
+    def exact(self) -> bool:
+        return self.counted_by != "estimate"
 
     @property
     def text(self) -> str:
         return self.messages[-1]["content"]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=256)  # of the prompts under way, two streams each
 def _stream(genre: str, seed: str) -> tuple[Random, list[str]]:
     return Random(seed), []
 
@@ -202,15 +216,19 @@ def lines(genre: str, seed: str, count: int, forbidden: tuple[str, ...] = ()) ->
     return picked
 
 
+@lru_cache(maxsize=1024)
+def _salt(spec: PromptSpec, run_salt: str) -> str:
+    salt = spec.salt or digest(spec.as_dict(), 12)
+    return digest([run_salt, salt], 12) if run_salt else salt
+
+
 def assemble(spec: PromptSpec, n_lines: int, pad: int, run_salt: str = "") -> tuple[str, str]:
     """(text of the message, text before the asked value) with `n_lines` record lines and `pad` padding words.
 
     run_salt    another first line for the same specification, see `Journal.salt`
     """
     facts, question, _ = facts_of(spec)
-    salt = spec.salt or digest(spec.as_dict(), 12)
-    if run_salt:
-        salt = digest([run_salt, salt], 12)
+    salt = _salt(spec, run_salt)
     head = [f"Set {salt[:4]} {salt[4:8]} {salt[8:]}.\n", "Read these notes. A question follows at the end.\n"]
     avoid = tuple(f.value for f in facts if f.value and len(f.value) < 6 and not f.value.isdigit())
     asked = facts[spec.ask] if spec.control not in ("absent", "in_question") else None
@@ -280,13 +298,32 @@ class Ratio:
     points: tuple[tuple[int, int], ...] = ()  # (characters, tokens)
 
     def learn(self, text: str, tokens: int) -> None:
-        self.points = (*self.points[-7:], (len(text), tokens))
+        """Take a count of `text`; one far outside of what is known was cut or added to, and teaches nothing."""
+        known = self.interval(len(text))
+        if known is not None and not known[0] <= tokens <= known[1]:
+            return
+        self.points = (*self.points[-31:], (len(text), tokens))
         (c0, t0), (c1, t1) = min(self.points), max(self.points)
         if c1 >= 2 * c0 and t1 > t0:
             self.characters = self._bounded((c1 - c0) / (t1 - t0))
             self.template = max(0.0, t0 - c0 / self.characters)
         elif tokens > self.template + 10:
             self.characters = self._bounded(len(text) / (tokens - self.template))
+
+    def interval(self, characters: int) -> tuple[int, int] | None:
+        """Tokens between which a text of so many characters surely lies; None before two lengths were counted.
+
+        Single lines scatter, so the error grows with the root of the length; 3 % are left for texts unlike the others.
+        """
+        if len(self.points) < 2:
+            return None
+        shortest, longest = min(self.points)[0], max(self.points)[0]
+        if longest < 2 * shortest and not shortest <= 2 * characters <= 4 * longest:
+            return None  # what a template adds is not told apart from the text
+        expected = max(1, self.tokens(characters))
+        scatter = max(1.5, *(abs(n - self.tokens(c)) / n**0.5 for c, n in self.points if n))
+        half = 2 * scatter * expected**0.5 + 0.03 * expected + 8
+        return max(0, int(expected - half)), int(expected + half) + 1
 
     @staticmethod
     def _bounded(characters: float) -> float:
@@ -301,21 +338,20 @@ class Ratio:
 
 
 async def build(
-    spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0, run_salt: str = ""
-) -> Prompt:
+    spec: PromptSpec, count: CountTokens | None, ratio: Ratio, *, tolerance: int = 0, run_salt: str = "",
+    counted_by: str = "tokenize",
+) -> Prompt:  # fmt: skip
     """Build the prompt of `spec`, `tolerance` tokens from its target at most, by asking `count`.
 
-    Without `count` the length is an estimate by `ratio` and the prompt says `exact=False`; the server's own usage then
-    tells the realised length. Raises LengthError when the length cannot be met, ValueError when it is too short for
-    the question.
+    Without `count` the length is an estimate by `ratio`; the server's own usage then tells the realised length. Raises
+    LengthError when the length cannot be met, ValueError when it is too short for the question.
     """
-    mean = sum(map(len, lines(spec.genre, f"a/{spec.seed}/{spec.genre}", 32))) / 32
-    empty = len(assemble(spec, 0, 0, run_salt)[0])
-    guess = max(0, round((ratio.length(spec.target_tokens) - empty) / mean))
+    mean, guess = _guess(spec, ratio, run_salt)
     if count is None:
         text, prefix = assemble(spec, guess, 0, run_salt)
-        tokens = ratio.tokens(len(text))
-        return _finish(spec, text, prefix, tokens, False, round(len(prefix) / ratio.characters) if prefix else None)
+        estimate = ratio.tokens(len(text))
+        place = round(len(prefix) / ratio.characters) if prefix else None
+        return _finish(spec, text, prefix, estimate, "estimate", ratio.interval(len(text)), place)
 
     seen: dict[tuple[int, int], int] = {}
 
@@ -323,7 +359,8 @@ async def build(
         if (n, pad) not in seen:
             text = assemble(spec, n, pad, run_salt)[0]
             seen[n, pad] = await count([{"role": "user", "content": text}])
-            ratio.learn(text, seen[n, pad])
+            if len(ratio.points) < 8:  # the first guess is near enough then
+                ratio.learn(text, seen[n, pad])
         return seen[n, pad]
 
     n = await _most_lines(spec.target_tokens, guess, mean, ratio, measure)
@@ -334,7 +371,8 @@ async def build(
             text, prefix = assemble(spec, n, pad, run_salt)
             needle = await count([{"role": "user", "content": prefix}]) if prefix else None
             bare = await measure_empty(count) if needle is not None else 0
-            return _finish(spec, text, prefix, seen[n, pad], True, None if needle is None else max(0, needle - bare))
+            place = None if needle is None else max(0, needle - bare)
+            return _finish(spec, text, prefix, seen[n, pad], counted_by, (seen[n, pad], seen[n, pad]), place)
         pad = max(0, pad + short)
     raise LengthError(
         f"a prompt of exactly {spec.target_tokens} tokens could not be built: padding words do not count one token "
@@ -369,58 +407,216 @@ async def _most_lines(
     return low
 
 
-def _finish(spec: PromptSpec, text: str, prefix: str, tokens: int, exact: bool, needle: int | None) -> Prompt:
+@cache
+def _mean_line(genre: str) -> float:
+    return sum(map(len, lines(genre, f"mean/{genre}", 256))) / 256
+
+
+def _guess(spec: PromptSpec, ratio: Ratio, run_salt: str) -> tuple[float, int]:
+    """(characters of a line, lines that should fill the prompt)."""
+    mean = _mean_line(spec.genre)
+    empty = len(assemble(spec, 0, 0, run_salt)[0])
+    return mean, max(0, round((ratio.length(spec.target_tokens) - empty) / mean))
+
+
+def _finish(
+    spec: PromptSpec, text: str, prefix: str, tokens: int, by: str, sent: tuple[int, int] | None, needle: int | None
+) -> Prompt:
     facts, question, expected = facts_of(spec)
     messages = [{"role": "user", "content": text}]
     place = needle if spec.control not in ("absent", "in_question") else None
-    return Prompt(messages, spec, question, expected, facts, tokens, exact, place, digest(messages, 32))
+    return Prompt(messages, spec, question, expected, facts, tokens, by, sent, place, digest(messages, 32))
+
+
+SEPARATOR = "%% 7 %%\n"  # between lines that are counted together
+BATCH_CHARS = 60_000
+_PADDING = re.compile(r"Blank((?: x)*)\.\n")
+
+
+class LineCounts:
+    """Tokens of a prompt as the sum over its lines, many of which are counted in one request.
+
+    Every line ends with a mark and a line break, after which a tokenizer begins anew, so counts add up; whoever uses
+    the sums must check some of them against whole counts. A batch has a separator after each line, and the list of
+    token ids that comes back is parted by the separator's own ids.
+
+    ids     asks the server for the token ids of a text, None where it gives none
+    """
+
+    def __init__(self, ids: Callable[[str], Awaitable[list[int] | None]]):
+        self._ids, self._known = ids, dict[str, int]()
+        self._mark: list[int] = []
+        self._end = 0  # tokens of a full stop and a line break
+
+    async def begin(self) -> bool:
+        """Find the separator's ids; False where this server cannot count so."""
+        found = [await self._ids(text) for text in ("Here.\n" + SEPARATOR, "Here.\n" + 2 * SEPARATOR, "Here")]
+        if None in found:
+            return False
+        once, twice, bare = (ids or [] for ids in found)
+        self._mark = twice[len(once) :]
+        self._end = len(once) - len(self._mark) - len(bare)
+        return (
+            bool(self._mark) and once[-len(self._mark) :] == self._mark and twice[: len(once)] == once and self._end > 0
+        )
+
+    def pieces(self, text: str) -> tuple[list[str], int]:
+        """(lines as they are counted, tokens to add for padding words and to take off for made-up ends)."""
+        body, gap, question = text.rpartition("\n\n")
+        found = (body + "\n").splitlines(keepends=True) if gap else text.splitlines(keepends=True)
+        more = 0
+        if gap:  # the break before the question joins the last line's
+            found.append(f"Here.\n\n{question}\n")
+        elif found and not found[-1].endswith("\n"):  # a prompt up to its needle
+            found[-1] += ".\n"
+            more -= self._end
+        for i, line in enumerate(found):
+            if padding := _PADDING.fullmatch(line):
+                more += len(padding[1]) // 2
+                found[i] = "Blank.\n"
+        return found, more
+
+    async def learn(self, texts: Iterable[str]) -> bool:
+        """Count what is not known of these texts, in few requests; False when the counts cannot be told apart."""
+        todo = list(dict.fromkeys(p for text in texts for p in self.pieces(text)[0] if p not in self._known))
+        while todo:
+            batch, size = ["Here.\n"], 0
+            while todo and size < BATCH_CHARS:
+                batch.append(todo.pop())
+                size += len(batch[-1])
+            ids = await self._ids("".join(piece + SEPARATOR for piece in batch))
+            counts = self._parted(ids or [])
+            if len(counts) != len(batch):
+                return False
+            self._known |= zip(batch, counts, strict=True)
+        if len(self._known) > 200_000:
+            self._known.clear()
+        return True
+
+    async def count(self, text: str) -> int:
+        """The sum over the lines, without what a template adds; raises TransportError when they cannot be counted."""
+        found, more = self.pieces(text)
+        if any(piece not in self._known for piece in found) and not await self.learn([text]):
+            raise TransportError("the tokenize route gave no ids that can be told apart")
+        return sum(self._known[piece] for piece in found) + more
+
+    def _parted(self, ids: list[int]) -> list[int]:
+        counts, since, at, size = [], 0, 0, len(self._mark)
+        with contextlib.suppress(ValueError):  # no further one
+            while True:
+                at = ids.index(self._mark[0], at)
+                if ids[at : at + size] == self._mark:
+                    counts.append(at - since)
+                    since = at + size
+                at += size if since == at + size else 1
+        return counts
 
 
 KEPT = 64  # prompts: an A/B sends each of them several times
 
 
 class Builder:
-    """Builds prompts with the counts of `endpoint`, which must have been probed; counts are kept in the journal.
+    """Builds prompts with the counts of `endpoint`, which must have been probed; whole counts are kept in the journal.
 
     tolerance   tokens by which a prompt may miss its target length
     """
 
+    CHECKED = 2  # prompts whose sum over lines is checked by a whole count; the server's usage checks the others
+
     def __init__(self, endpoint: Endpoint, journal: Journal, tolerance: int = 0):
         self.endpoint, self.journal, self.tolerance = endpoint, journal, tolerance
         self._ratios: dict[str, Ratio] = {}
-        self._built: dict[str, Prompt] = {}
-        self._overhead: int | None = None
+        self._built: dict[PromptSpec, Prompt] = {}
+        self._overhead: int | None = None  # of the template, where the text form leaves it out
+        self._by_lines: LineCounts | None = None
+        self._frame = 0  # what the whole request has beside its lines
+        self._checks = 0
+        self._lock = asyncio.Lock()
 
     async def build(self, spec: PromptSpec) -> Prompt:
-        """The prompt of a specification; raises RuntimeError when the tokenise route fails."""
-        key = digest(spec.as_dict())
-        if key not in self._built:
-            ratio = self._ratios.setdefault(spec.genre, Ratio())
-            counted = self.endpoint.capabilities.tokenize != "usage"
+        """The prompt of a specification; raises RuntimeError when the tokenise route fails again and again."""
+        if spec not in self._built:
             if len(self._built) > KEPT:
                 self._built.pop(next(iter(self._built)))
             try:
-                prompt = await build(
-                    spec, self._count if counted else None, ratio,
-                    tolerance=self.tolerance, run_salt=self.journal.salt,
-                )  # fmt: skip
+                self._built[spec] = await self._build(spec)
             except TransportError as error:
                 raise RuntimeError(f"the endpoint's tokenize route fails: {error.reason}") from None
-            self._built[key] = prompt
-        return self._built[key]
+        return self._built[spec]
+
+    async def foresee(self, specs: Iterable[PromptSpec]) -> None:
+        """Count the lines of prompts that will be built, all together."""
+        wanted = [spec for spec in specs if spec not in self._built]
+        if self.endpoint.capabilities.tokenize == "usage" or len(wanted) < 2:
+            return
+        for spec in wanted[: self.CHECKED - min(self._checks, self.CHECKED)]:
+            await self.build(spec)
+        if self._by_lines is not None:
+            texts = []
+            for spec in wanted:
+                guess = _guess(spec, self._ratio(spec), self.journal.salt)[1]
+                texts.append(assemble(spec, guess + 2 + guess // 20, 0, self.journal.salt)[0])
+                texts.append(assemble(spec, 0, 0, self.journal.salt)[1])
+            with contextlib.suppress(TransportError):
+                await self._by_lines.learn(texts)
 
     def learn(self, prompt: Prompt, realised: int) -> None:
         """Take the server's own count of a prompt whose length was an estimate."""
-        self._ratios.setdefault(prompt.spec.genre, Ratio()).learn(prompt.text, realised)
+        self._ratio(prompt.spec).learn(prompt.text, realised)
+
+    async def confirm(self, prompt: Prompt, realised: int | None) -> Prompt:
+        """The prompt with the right count, when the server reports another one than the sum over its lines."""
+        if prompt.counted_by != "lines" or realised in (None, prompt.counted_tokens):
+            return prompt
+        whole = await self._count(prompt.messages)
+        if whole != prompt.counted_tokens:
+            self._by_lines = None  # lines do not add up on this tokenizer
+        return replace(prompt, counted_tokens=whole, counted_by="tokenize", sent=(whole, whole))
+
+    def _ratio(self, spec: PromptSpec) -> Ratio:
+        return self._ratios.setdefault(spec.genre, Ratio())
+
+    async def _build(self, spec: PromptSpec) -> Prompt:
+        options: dict[str, Any] = {"tolerance": self.tolerance, "run_salt": self.journal.salt}
+        if self.endpoint.capabilities.tokenize == "usage":
+            return await build(spec, None, self._ratio(spec), **options)
+        if self._by_lines is not None and self._checks >= self.CHECKED:
+            with contextlib.suppress(TransportError):
+                return await build(spec, self._sum, self._ratio(spec), counted_by="lines", **options)
+        async with self._lock:
+            prompt = await build(spec, self._count, self._ratio(spec), **options)
+            if self._checks < self.CHECKED:
+                await self._check(prompt)
+            return prompt
+
+    async def _check(self, prompt: Prompt) -> None:
+        """Do its lines add up to a prompt's count? The first tells what the template adds, the next must agree."""
+        if self._checks == 0:
+            counts = LineCounts(self._ids)
+            self._by_lines = counts if await counts.begin() else None
+        found = None
+        if self._by_lines is not None:
+            with contextlib.suppress(TransportError):
+                found = prompt.counted_tokens - await self._by_lines.count(prompt.text)
+        if found is None or (self._checks > 0 and found != self._frame):
+            self._by_lines = None
+        else:
+            self._frame = found
+        self._checks += 1 if self._by_lines is not None else self.CHECKED
+
+    async def _ids(self, text: str) -> list[int] | None:
+        return await tokens.ids(self.endpoint, text) or await tokens.ids(self.endpoint, text)  # one failure is none
+
+    async def _sum(self, messages: Messages) -> int:
+        assert self._by_lines is not None
+        return self._frame + await self._by_lines.count(messages[-1]["content"])
 
     async def _count(self, messages: Messages) -> int:
         found = self.endpoint.capabilities
         sha = digest([private(found.model), found.tokenize, messages], 32)  # as the manifest has it
         count = self.journal.count(sha)
         if count is None:
-            count = await tokens.count_tokens(self.endpoint, messages)
-            if count is None:
-                raise TransportError("the tokenize route gave no count")
+            count = await self._asked(messages)
             self.journal.add_count(sha, count)
         if found.tokenize == "text":  # the template's share is not counted by the text form: learn it from usage, once
             if self._overhead is None:
@@ -430,3 +626,19 @@ class Builder:
                 self._overhead = max(0, (reply.prompt_tokens or bare or 0) - (bare or 0))
             count += self._overhead
         return count
+
+    async def _asked(self, messages: Messages) -> int:
+        """A count by the server. A count is no trial: one that fails is asked again, which hides nothing."""
+        for wait_s in (0.2, 1.0, None):
+            try:
+                count = await tokens.count_tokens(self.endpoint, messages)
+            except TransportError:
+                if wait_s is None:
+                    raise
+            else:
+                if count is not None:
+                    return count
+                if wait_s is None:
+                    break
+            await asyncio.sleep(wait_s)
+        raise TransportError("the tokenize route gave no count")

@@ -108,7 +108,7 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
         "arm": a.arm or "single",
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         "target_tokens": prompt.spec.target_tokens,
-        "counted_tokens": prompt.counted_tokens if prompt.exact else None,
+        **sent_columns(prompt),
         "depth": prompt.spec.depth,
         "needle_token": prompt.needle_token,
         "question": prompt.question,
@@ -126,6 +126,13 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
         "needle": prompt.spec.needle,
         "prompt_sha": prompt.sha256,
     }
+
+
+def sent_columns(prompt: Prompt) -> Row:
+    """How long the request was as it left, and who says so; without a tokenizer an interval is all that is known."""
+    low, high = prompt.sent or (None, None)
+    counted = prompt.counted_tokens if prompt.exact else None
+    return {"counted_tokens": counted, "counted_by": prompt.counted_by, "sent_low": low, "sent_high": high}
 
 
 class PromptTooLong(ValueError):
@@ -208,15 +215,16 @@ def after(a: Ask, prompt: Prompt, reply: Reply, known_values: Mapping[str, str],
 
 
 def length_note(prompt: Prompt, realised: int | None, tolerance: int) -> str | None:
-    """What is wrong when a server counts other than it tokenises: it has cut, or added to, the prompt."""
-    if realised is None:
+    """What is wrong when a server evaluates other than was sent: it has cut, or added to, the prompt."""
+    if realised is None or prompt.sent is None:
         return None
-    off = realised - prompt.counted_tokens
-    allowed = max(2, tolerance) if prompt.exact else max(64, prompt.counted_tokens // 5)
-    if abs(off) <= allowed:
+    slack = max(2, tolerance) if prompt.exact else 0
+    low, high = prompt.sent
+    if low - slack <= realised <= high + slack:
         return None
-    return f"the server reports {realised} prompt tokens where {prompt.counted_tokens} were sent" + (
-        ": the prompt may be cut before the model sees it" if off < 0 else ""
+    sent = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+    return f"the server reports {realised:,} prompt tokens where {sent} were sent" + (
+        ": the prompt may be cut before the model sees it" if realised < low else ""
     )
 
 
