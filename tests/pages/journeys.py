@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from needlework.pages import Layout
+from needlework.pages import LAYOUTS, Layout
 from torch import Tensor
 
 from . import planting
@@ -105,6 +105,16 @@ def scales_lost(t, page, generator):
     t.layout["scales"].view(t.received, 64)[int(t.received_table[page])].zero_()
 
 
+def _rescale(change: Callable[[torch.Tensor], torch.Tensor]) -> Loss:
+    def lose(t: Transfer, page: int, generator: torch.Generator) -> None:
+        place = int(t.received_table[page])
+        view = t.layout["scales"].view(t.received, 64)[place]
+        scale = t.layout["scales"].stored(t.received, 64)[place]
+        view.copy_(change(scale).contiguous().view(torch.uint8).reshape(view.shape))
+
+    return lose
+
+
 def changed(t, page, generator):
     place, at = int(t.received_table[page]), _pick(64 * t.layout["codes"].bytes // 2, generator)
     t.received[place, at] ^= 0x15
@@ -121,11 +131,19 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...]]] = {
     "values shifted": (_roll("codes"), ("values-shifted",)),
     "partly copied": (partly, ("partly-copied",)),
     "scales lost": (scales_lost, ("partly-copied",)),
+    "scales rounded down": (_rescale(lambda x: x.log2().floor().exp2()), ("scales-rounded",)),
+    "scales rounded up": (_rescale(lambda x: x.log2().ceil().exp2()), ("scales-rounded",)),
+    "scales doubled": (_rescale(lambda x: 2 * x), ("scales-changed",)),
     "changed": (changed, ("changed",)),
 }
 
 
+ONLY_F32 = ("scales rounded down", "scales rounded up", "scales doubled")  # where scales are single floats
+
+
 def planted(loss: str, layout: Layout, seed: int) -> Transfer:
+    if loss in ONLY_F32 and layout["scales"].format != "f32":
+        layout = LAYOUTS["dsa-index-fp8-ue8m0" if loss == "scales doubled" else "dsa-index-fp8"]
     generator = torch.Generator().manual_seed(50_000 + seed)
     # kinds in which entries differ, so that a loss is a loss
     t = healthy(layout, seed // 3 * len(planting.KINDS) + seed % 3)

@@ -170,6 +170,35 @@ def rows(dump, page, generator):
     dump.raw[page, : written.shape[1]] = written[0]
 
 
+def scales_in_rows(dump, page, generator):
+    """Codes lie where they belong; each scale is put behind its row of the shape [P, 1, row], across the codes."""
+    scales = dump.layout["scales"].view(dump.raw, dump.page_tokens)[page].clone()
+    dump.layout["scales"].view(dump.raw, dump.page_tokens)[page].zero_()
+    as_rows(dump.layout, ("scales",))["scales"].view(dump.raw, dump.page_tokens)[page].copy_(scales)
+
+
+def drift(dump, page, generator):
+    """Every page lies later than the reader looks: the writer's stride has a gap."""
+    need = dump.raw.shape[1]
+    gap = 16 * int(torch.randint(1, need // 128, (1,), generator=generator))
+    wide = torch.zeros(len(dump.raw), need + gap, dtype=torch.uint8)
+    wide[:, :need] = dump.raw
+    dump.raw[:] = wide.view(-1)[: dump.raw.numel()].view(dump.raw.shape)
+    dump.page = 1 + page % 3
+
+
+def _round_scales(rounded: Callable[[Tensor], Tensor], whole: bool) -> Fault:
+    """Of each scale a power of two near it, the codes left as they are; on one page or on all."""
+
+    def plant(dump: Dump, page: int, generator: torch.Generator) -> None:
+        for where in range(len(dump.raw)) if whole else [page]:
+            view = dump.layout["scales"].view(dump.raw, dump.page_tokens)[where]
+            scale = dump.layout["scales"].stored(dump.raw, dump.page_tokens)[where]
+            view.copy_(rounded(scale.log2()).exp2().contiguous().view(torch.uint8).reshape(view.shape))
+
+    return plant
+
+
 def swapped(dump, page, generator):
     dump.extra["digests"] = page_digests(dump.raw, dump.layout, dump.page_tokens, dump.live)
     other = (page + 1) % 4
@@ -243,6 +272,11 @@ FAULTS: dict[str, tuple[tuple[str, ...], Fault, tuple[str, ...], tuple[str, ...]
     "scale out of range": ((INDEX, V4), _set("scales", _float(1e-9)), ("scale-out-of-range",), ALL),
     "scales shifted": ((INDEX, V4, V32, "dsa-index-fp4", "v41-mla-fp8"), scale_shifted, ("scale-shifted",), NORMALISED),
     "values as rows": ((INDEX, V4, "dsa-index-fp4"), rows, ("row-format",), ALL),
+    "scales in rows": ((INDEX, V4, "dsa-index-fp4"), scales_in_rows, ("scales-in-rows",), ALL),
+    "stride with a gap": ((INDEX, V4, V32, "dsa-index-fp8-mx"), drift, ("stride-drift",), NORMALISED),
+    "scales cut": ((INDEX, V32), _round_scales(torch.floor, False), ("scale-rounded",), NORMALISED),
+    "scales raised": ((INDEX, V32), _round_scales(torch.ceil, False), ("scale-rounded",), NORMALISED),
+    "all scales rounded": ((INDEX, V32), _round_scales(torch.round, True), ("scale-rounded",), ALL),
     "swapped pages": ((INDEX, V4), swapped, ("swapped-pages",), ALL),
     "repeated page": ((INDEX, V4, V32), repeated, ("repeated-page",), NORMALISED),
     "stale by digest": ((INDEX, V4), stale_by_digest, ("stale",), ALL),

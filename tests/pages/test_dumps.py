@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import tracemalloc
 import zipfile
@@ -49,6 +50,24 @@ def test_a_padded_stride_is_cut(tmp_path, dump):
     assert torch.equal(read(tmp_path / "v.bin")[0].raw, dump.raw)
 
 
+def test_a_sidecar_may_know_everything_but_the_layout(tmp_path, dump):
+    path = tmp_path / "v.bin"
+    torch.nn.functional.pad(dump.raw, (0, 192)).numpy().tofile(path)
+    (tmp_path / "v.json").write_text(json.dumps({"stride": 8640, "entries": 190, "page_ids": [4, 9, 2]}))
+    back = read(path)[0]
+    assert back.layout is None and (back.stride, back.entries, back.page_ids) == (8640, 190, (4, 9, 2))
+    cut = back.with_layout(LAYOUT.name, 64)
+    assert torch.equal(cut.raw, dump.raw) and int(cut.live.sum()) == 190 and cut.stride is None
+    with pytest.raises(ValueError, match="190 entries do not fit 3 pages of 32"):
+        replace(back, stride=8640).with_layout(LAYOUT.name, 32)
+    assert main(["pages", "diagnose", str(path)]) == 0
+
+
+def test_null_metadata_is_no_metadata(tmp_path):
+    (tmp_path / "n.safetensors").write_bytes(_safetensors(4, {"__metadata__": None}))
+    assert read(tmp_path / "n.safetensors")[0].raw.numel() == 4
+
+
 def _hostile(folder, dump):
     good = write_dump(folder / "good.bin", dump)
     side = json.loads((folder / "good.json").read_text())
@@ -80,7 +99,8 @@ def _hostile(folder, dump):
     yield "whole pages", variant("whole", page_tokens=63), "expected pages of 8,316 bytes, found 25,344"
     yield "layout", variant("layout", layout="nonsense"), "unknown layout"
     yield "type", variant("type", layer="two"), "layer is int, found str"
-    yield "stride", variant("stride", stride=3), "stride is at least 8,448"
+    yield "stride", variant("stride", stride=5), "stride divides 25,344 bytes, found 5"
+    yield "short stride", variant("short", stride=3), "expected pages of 8,448 bytes, found 25,344, one every 3"
     yield "negative id", variant("negative", page_ids=[4, -9, 2]), "integers from 0 on, found -9"
     yield "id twice", variant("twice", page_ids=[4, 9, 4]), "page 4 more than once"
     yield "boolean id", variant("boolean", page_ids=[4, True, 2]), "integers from 0 on, found True"
@@ -90,7 +110,8 @@ def _hostile(folder, dump):
     yield "escape", variant("escape", request="\x1b[2J"), "request is at most 200 printable characters"
     yield "long name", variant("long", role="r" * 201), "role is at most 200 printable characters"
     yield "layer", variant("layer", layer=-1), "layer lies between 0 and"
-    yield "digests", variant("hex", page_digests=["0" * 15 + "g"] * 3), "page_digests are 16 hex digits"
+    yield "digests", variant("hex", page_digests=["0" * 15 + "g"] * 3), "page_digests are hex digits"
+    yield "short digests", variant("short hex", page_digests=["0" * 15] * 3), "page_digests are 16 hex digits"
     yield "json", (variant("list"), (folder / "list.json").write_text("[1]"))[0], "expected a JSON object"
     yield "deep", (variant("deep"), (folder / "deep.json").write_text("[" * 100_000))[0], "is not JSON"
     yield "empty", raw("empty.bin", b""), "is empty"
@@ -102,14 +123,36 @@ def _hostile(folder, dump):
     yield "safetensors offsets", raw("o.safetensors", _safetensors(10**11)), "not a sound safetensors file"
     yield "npy", raw("claim.npy", npy.getvalue() + b"tiny"), "header claims 100,000,000,000 bytes"
     yield "npz", bomb, "header claims 100,000,000,000 bytes"
-    yield "bomb", many, "its arrays claim 4,697,620,480 bytes, at most 4,294,967,296 are unpacked"
+    yield "bomb", many, "its 70 arrays claim 4,697,620,480 bytes, at most 1,000 arrays and 536,870,912 bytes"
+    with zipfile.ZipFile(folder / "tiny.npz", "w") as archive:
+        for number in range(1001):
+            archive.writestr(f"{number}.npy", b"")
+    yield "tiny arrays", folder / "tiny.npz", "its 1,001 arrays claim 0 bytes"
+    yield "no metadata", raw("null.safetensors", _safetensors(4, {"__metadata__": [1]})), "its metadata is an object"
+    many_tensors = {str(n): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for n in range(1001)}
+    yield "tiny tensors", raw("tiny.safetensors", _safetensors(4, many_tensors)), "at most 1,000 tensors"
+    for name, source in (("pipe", None), ("zero", "/dev/zero")):
+        for suffix in (".bin", ".npy", ".npz", ".safetensors", ".json"):
+            path = folder / f"{name}{suffix}"
+            os.mkfifo(path) if source is None else path.symlink_to(source)
+        (folder / f"{name}.bin").unlink()
+        (folder / f"{name}.bin").write_bytes(good.read_bytes())
+        yield f"{name} as sidecar", folder / f"{name}.bin", f"{name}.json is not a file"
+        for suffix in (".npy", ".npz", ".safetensors"):
+            yield f"{name}{suffix}", folder / f"{name}{suffix}", "is not a file: it is a folder, pipe or device"
+    for suffix in (".bin", ".npy", ".npz", ".safetensors"):
+        os.truncate(raw(f"sparse{suffix}", npy.getvalue()), 5 << 30)
+        yield f"sparse{suffix}", folder / f"sparse{suffix}", "has 5,368,709,120 bytes; at most 1,073,741,824 are read"
+    huge = variant("huge")
+    os.truncate(folder / "huge.json", 5 << 30)
+    yield "sparse sidecar", huge, "a description of more than 16,777,216 bytes"
     yield "zip", raw("broken.npz", b"PK\x03\x04nothing"), "not a sound numpy file"
     yield "objects", raw("objects.npy", objects.getvalue()), "Python objects, which are never read"
     yield "pickle", raw("pickle.npy", pickle.dumps({"a": 1})), "not a sound numpy file"
 
 
-def _safetensors(end: int) -> bytes:
-    header = json.dumps({"a": {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}}).encode()
+def _safetensors(end: int, more: dict | None = None) -> bytes:
+    header = json.dumps({**(more or {}), "a": {"dtype": "U8", "shape": [end], "data_offsets": [0, end]}}).encode()
     return len(header).to_bytes(8, "little") + header + b"tiny"
 
 

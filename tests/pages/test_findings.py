@@ -6,7 +6,7 @@ import pytest
 import torch
 from needlework.pages import LAYOUTS, compare, compare_dumps, diagnose, identify, page_digests
 from needlework.pages.dumps import Dump
-from needlework.pages.findings import MEANINGS, NONE
+from needlework.pages.findings import MEANINGS, NONE, as_rows
 
 from . import journeys, planting
 
@@ -96,6 +96,25 @@ def test_identify_says_none_on_random_and_constant_bytes():
     assert identify(torch.zeros(101, dtype=torch.uint8))["sentence"][0].endswith("no layout has pages that divide it)")
     with pytest.raises(ValueError, match="at least one page"):
         identify(torch.zeros(0, dtype=torch.uint8))
+
+
+def test_identify_knows_footers_that_were_written_as_rows():
+    for name in ("dsa-index-fp8", "v4-mla-fp8", "dsa-index-fp4"):
+        raw = planting.healthy(LAYOUTS[name], 1).raw
+        fields = LAYOUTS[name].decode(raw)
+        rows = as_rows(LAYOUTS[name]).encode({key: data for key, data in fields.items() if key != "padding"})
+        best = identify(rows).iloc[0]
+        assert best["layout"] == f"{name} as rows" and "which no reader" in best["sentence"]
+
+
+@pytest.mark.parametrize("name", ["dsa-index-fp8", "v4-mla-fp8", "v32-mla-fp8"])
+def test_identify_finds_pages_that_lie_apart(name):
+    raw = planting.healthy(LAYOUTS[name], 1).raw
+    for gap in (64, 192, 2048):
+        best = identify(torch.nn.functional.pad(raw, (0, gap))).iloc[0]
+        assert (best["layout"], best["page_bytes"], best["pages"]) == (name, raw.shape[1] + gap, len(raw))
+    random = torch.randint(0, 256, (4, 8640), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    assert identify(random)["layout"][0] == NONE
 
 
 @pytest.mark.parametrize("tokens", [2, 16, 256])

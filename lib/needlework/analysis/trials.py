@@ -7,7 +7,9 @@ unknown columns are kept, missing ones are absent or null. What was changed on t
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,102 +17,54 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-COLUMNS = [
-    "trial_id",
-    "run",
-    "probe",
-    "arm",
-    "time",
-    "target_tokens",
-    "prompt_tokens",
-    "depth",
-    "needle_token",
-    "question",
-    "expected",
-    "answer",
-    "outcome",
-    "score",
-    "finish_reason",
-    "completion_tokens",
-    "reasoning_tokens",
-    "cached_tokens",
-    "cache",
-    "turn",
-    "concurrency",
-    "ordinal",
-    "ttft_s",
-    "latency_s",
-    "accept_length",
-    "worker",
-    "seed",
-    "error",
-]
-OUTCOMES = [
-    "exact",
-    "near",
-    "other_needle",
-    "distractor",
-    "refusal",
-    "empty",
-    "cut",
-    "reasoning_only",
-    "garbage",
-    "transport",
-]  # only `exact` is a hit
-NO_MEASUREMENT = frozenset(
-    {"cut", "reasoning_only", "transport"}
-)  # the question was never answered: neither hit nor miss
+from needlework.analysis import tables
 
-NUMERIC = frozenset(
-    [
-        "target_tokens",
-        "prompt_tokens",
-        "depth",
-        "needle_token",
-        "score",
-        "completion_tokens",
-        "reasoning_tokens",
-        "cached_tokens",
-        "turn",
-        "concurrency",
-        "ordinal",
-        "ttft_s",
-        "latency_s",
-        "accept_length",
-        "seed",
-    ]
-)
+COLUMNS = [
+    "trial_id", "run", "probe", "arm", "time", "target_tokens", "prompt_tokens", "depth", "needle_token",
+    "question", "expected", "answer", "outcome", "score", "finish_reason", "completion_tokens", "reasoning_tokens",
+    "cached_tokens", "cache", "turn", "concurrency", "ordinal", "ttft_s", "latency_s", "accept_length", "worker",
+    "seed", "error",
+]  # fmt: skip
+OUTCOMES = [  # only `exact` is a hit
+    "exact", "near", "other_needle", "distractor", "refusal", "empty", "cut", "reasoning_only", "garbage",
+    "transport",
+]  # fmt: skip
+NO_MEASUREMENT = frozenset({"cut", "reasoning_only", "transport"})  # the question was never answered: no hit, no miss
+NUMERIC = frozenset((
+    "target_tokens", "prompt_tokens", "depth", "needle_token", "score", "completion_tokens", "reasoning_tokens",
+    "cached_tokens", "turn", "concurrency", "ordinal", "ttft_s", "latency_s", "accept_length", "seed",
+))  # fmt: skip
+FRACTIONS = frozenset({"depth", "score", "ttft_s", "latency_s", "accept_length"})  # "3,5" is three and a half
 # Names that other tools give to our columns. The measured count is never guessed from a wished length.
 ALIASES = {
-    "context_length": "target_tokens",
-    "context_len": "target_tokens",
-    "length": "target_tokens",
-    "input_tokens": "prompt_tokens",
-    "usage.prompt_tokens": "prompt_tokens",
-    "output_tokens": "completion_tokens",
-    "depth_percent": "depth",
-    "response": "answer",
-    "prediction": "answer",
-    "model_response": "answer",
-    "reference": "expected",
-    "gold": "expected",
-    "result": "outcome",
-    "correct": "outcome",
-    "hit": "outcome",
-    "passed": "outcome",
-    "ttft": "ttft_s",
-    "latency": "latency_s",
+    alias: name
+    for name, aliases in {
+        "target_tokens": "context_length context_len context_size context_tokens ctx ctx_len length max_length "
+        "input_length input_len prompt_length seq_len sequence_length n_tokens num_tokens tokens",
+        "prompt_tokens": "input_tokens usage.prompt_tokens",
+        "completion_tokens": "output_tokens usage.completion_tokens",
+        "depth": "depth_percent depth_pct needle_depth insertion_depth relative_position position_percent",
+        "answer": "response prediction pred model_response model_output model_answer generated_text completion output",
+        "expected": "reference gold gold_answer ground_truth target needle label answer_key outputs answers",
+        "outcome": "result correct is_correct hit passed judge",
+        "score": "accuracy acc exact_match em",
+        "ttft_s": "ttft",
+        "latency_s": "latency test_duration_seconds",
+    }.items()
+    for alias in aliases.split()
 }
-HIT_WORDS = frozenset(["exact", "hit", "correct", "pass", "passed", "ok", "true", "1", "1.0", "yes", "right"])
-MISS_WORDS = frozenset(
-    ["miss", "wrong", "incorrect", "fail", "failed", "false", "0", "0.0", "no"]
-)  # a miss whose kind nobody recorded
-TRANSPORT_WORDS = frozenset(["error", "timeout", "timed_out", "exception", "http_error", "connection"])
+HIT_WORDS = frozenset(("exact", "hit", "correct", "pass", "passed", "ok", "true", "1", "1.0", "yes", "right"))
+MISS_WORDS = frozenset(("miss", "wrong", "incorrect", "fail", "failed", "false", "0", "0.0", "no"))  # of unknown kind
+TRANSPORT_WORDS = frozenset(("error", "timeout", "timed_out", "exception", "http_error", "connection"))
 LARGEST_BYTES = 512 * 2**20  # a journal of a million trials is about this large
 
 
 def load_trials(path: str | Path) -> pd.DataFrame:
     """Reads a table of trials: `.csv`, `.tsv`, `.jsonl`, `.ndjson`, `.json`, `.parquet`, or a run folder.
+
+    So are the tables of other tools (`analysis.tables`). An answer that nobody graded is graded by us where the
+    expected value is told, scores of 1 to 10 and of 0 to 100 become shares, and `answer_holds_value` marks answers that were
+    graded wrong and hold the value. Equal rows count once where rows tell of one request (a value, an answer, a time).
 
     Returns a DataFrame with lower-case column names, numbers as float64 and text as object; `attrs["notes"]` says
     what was renamed, dropped to null or torn. Raises FileNotFoundError when there is no such file and ValueError,
@@ -124,7 +78,7 @@ def load_trials(path: str | Path) -> pd.DataFrame:
         journal = path / "trials.jsonl"
         if not journal.is_file():
             raise FileNotFoundError(f"{path.name}/ holds no trials.jsonl; name a run folder or a table of trials")
-        rows, torn = _json_lines(journal, forgive_torn=True)
+        rows, torn = tables.json_lines(journal, forgive_torn=True)
         frame = pd.DataFrame(rows)
         if "trial_id" in frame.columns:  # a trial that failed on the line was tried again: its last row counts
             again = frame["trial_id"].notna() & frame["trial_id"].duplicated(keep="last")
@@ -152,7 +106,7 @@ def load_trials(path: str | Path) -> pd.DataFrame:
             raise ValueError(
                 f"{path.name} is larger than {LARGEST_BYTES >> 20} MiB; split it into runs and load them one by one"
             )
-        frame = _normal(_read(path), notes)
+        frame = _judged(_normal(tables.read_file(path, notes), notes), path.name, notes)
     frame.attrs.update(attrs, notes=notes)
     return frame
 
@@ -213,90 +167,6 @@ def concat(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
     return whole
 
 
-def _read(path: Path) -> pd.DataFrame:
-    suffix = path.suffix.lower()
-    if suffix in {".csv", ".tsv", ".txt"}:
-        return _delimited(path, "," if suffix == ".csv" else "\t")
-    if suffix in {".jsonl", ".ndjson"}:
-        return pd.DataFrame(_json_lines(path, forgive_torn=False)[0])
-    if suffix == ".json":
-        try:
-            data = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path.name} is not JSON: {error}") from None
-        if isinstance(data, dict):  # {"trials": [...]} or one list under any name
-            lists = [value for value in data.values() if isinstance(value, list)]
-            data = data.get("trials", lists[0] if len(lists) == 1 else None)
-        if not isinstance(data, list) or not all(isinstance(row, dict) for row in data):
-            raise ValueError(f"{path.name} must hold a list of objects, one for each trial")
-        return pd.DataFrame([_spelled(row) for row in data])
-    if suffix in {".parquet", ".pq"}:
-        try:
-            return pd.read_parquet(path)
-        except Exception as error:  # pyarrow raises its own kinds
-            raise ValueError(f"{path.name} is not a parquet table: {str(error)[:120]}") from None
-    raise ValueError(
-        f"{path.name}: unknown kind of table {suffix or '(no suffix)'!r}; use .csv, .tsv, .jsonl, .json or .parquet"
-    )
-
-
-def _delimited(path: Path, separator: str) -> pd.DataFrame:
-    import csv
-
-    try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=separator, strict=True)
-            header = next(reader, None)
-            if not header:
-                raise ValueError(f"{path.name} is empty; the first line must name the columns")
-            rows = []
-            for row in reader:
-                if not row:
-                    continue
-                if len(row) != len(header):
-                    raise ValueError(
-                        f"{path.name} line {reader.line_num} has {len(row)} fields, "
-                        f"the header has {len(header)}; mend that line"
-                    )
-                rows.append([cell or None for cell in row])
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path.name} is not UTF-8 text (byte {error.start}); convert it first") from None
-    except csv.Error as error:
-        raise ValueError(f"{path.name} line {reader.line_num} is not valid CSV: {error}") from None
-    return pd.DataFrame(rows, columns=header, dtype="object")
-
-
-def _json_lines(path: Path, *, forgive_torn: bool) -> tuple[list[dict], str | None]:
-    rows: list[dict] = []
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
-            if not raw.strip():
-                continue
-            try:
-                row = json.loads(raw.decode("utf-8"))
-                problem = None if isinstance(row, dict) else "is not an object"
-            except UnicodeDecodeError:
-                problem = "is not UTF-8 text"
-            except (ValueError, RecursionError):
-                problem = "is not JSON"
-            if problem is None:
-                rows.append(_spelled(row) if b"\\u" in raw else row)
-            elif forgive_torn and not raw.endswith(b"\n"):
-                return rows, raw[:200].decode("utf-8", "replace")
-            else:
-                raise ValueError(f"{path.name} line {number} {problem}; mend or remove that line, nothing was loaded")
-    return rows, None
-
-
-def _spelled(row: dict) -> dict:
-    """JSON can spell half a surrogate pair, which no table accepts: it becomes a question mark."""
-
-    def whole(cell: Any) -> Any:
-        return cell.encode("utf-8", "replace").decode("utf-8") if isinstance(cell, str) else cell
-
-    return {whole(name): whole(cell) for name, cell in row.items()}
-
-
 def _number(cell: Any) -> Any:
     return None if isinstance(cell, int) and abs(cell) > 2**1000 else cell  # no float holds it
 
@@ -314,10 +184,12 @@ def _normal(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
     if doubles:
         raise ValueError(f"two columns have the name {doubles[0]!r}; rename one")
     frame = frame.set_axis(names, axis="columns").reset_index(drop=True)
-    for name in NUMERIC & set(names):
+    for name in sorted(NUMERIC & set(names)):
         before = frame[name]
         if before.dtype == object:
             before = before.map(_number)
+            if name not in FRACTIONS:  # 3,000 tokens
+                before = before.replace(re.compile(r"^\s*(\d{1,3})(?:,(\d{3}))(?:,(\d{3}))?\s*$"), r"\1\2\3")
         number = pd.to_numeric(before, errors="coerce").astype("float64")
         number = number.where(np.isfinite(number))
         lost = frame[name].notna() & number.isna()
@@ -327,11 +199,88 @@ def _normal(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
                 f"{int(lost.sum())} cells of {name!r} are not numbers and count as missing (first: row {first + 1})"
             )
         frame[name] = number
-    if "depth" in names and 1 < frame["depth"].max() <= 100:
+    if "position" in names and "depth" not in names:
+        frame = _placed(frame, notes)
+    if "depth" in frame and 1 < frame["depth"].max() <= 100:
         frame["depth"] = frame["depth"] / 100
         notes.append("depths above 1 were read as per cent")
+    if "score" in names:
+        frame["score"] = _shares(frame["score"], notes)
     if "outcome" in names:
         frame["outcome"] = _outcomes(frame["outcome"], notes)
+    if "time" in names and frame["time"].map(lambda cell: isinstance(cell, int | float) and cell == cell).any():
+        frame["time"] = frame["time"].map(_time)
+    return frame
+
+
+def _placed(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
+    """A `position` is a depth if all are shares or reach from per cent to 100, a token where prompts are that long."""
+    place, length = pd.to_numeric(frame["position"], errors="coerce"), lengths(frame)
+    if place.notna().any() and place.min() >= 0 and (place.max() <= 1 or place.max() == 100):
+        name = "depth"
+    elif place.max() > 100 and (place <= length)[place.notna()].all():
+        name = "needle_token"
+    else:
+        notes.append("'position' is neither a share, nor per cent, nor a token's number, and was not read as a depth")
+        return frame
+    notes.append(f"column 'position' was read as {name!r}")
+    return frame.assign(**{name: place.astype("float64")})
+
+
+def _shares(score: pd.Series, notes: list[str]) -> pd.Series:
+    low, high = score.min(), score.max()
+    if high <= 1 or low < 0 or high > 100:
+        if high > 1:
+            notes.append(f"scores between {low:g} and {high:g} are no shares, and were not read")
+        return score if high <= 1 else score * np.nan
+    if high > 10:
+        notes.append("scores of 0 to 100 were read as per cent; a hit is at least 50")
+        return score / 100
+    if low >= 1:
+        notes.append("scores of 1 to 10 were read as shares from 0 to 1; a hit is at least 5.5")
+        return (score - 1) / 9
+    notes.append("scores of 0 to 10 were read as shares; a hit is at least 5")
+    return score / 10
+
+
+def _time(cell: Any) -> Any:
+    """Seconds or milliseconds since 1970 as our own text, so that times of both kinds can be ordered."""
+    if isinstance(cell, int | float) and cell == cell:
+        seconds = cell / 1000 if cell > 1e11 else cell
+        if 1e8 < seconds < 1e10:
+            return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="milliseconds")
+        return f"{cell:020.6f}" if abs(cell) < 1e15 else None
+    return cell
+
+
+def _judged(frame: pd.DataFrame, name: str, notes: list[str]) -> pd.DataFrame:
+    """Answers graded where nobody did; grades held against the answers beside them; equal rows once."""
+    told = [column for column in ("outcome", "score") if column in frame and frame[column].notna().any()]
+    both = {"expected", "answer"} <= set(frame.columns)
+    if len(frame) and not told and not both:
+        raise ValueError(f"{name} has the columns {', '.join(map(str, frame.columns[:12]))}; {tables.WRITE}")
+    if both:
+        wrong = hits(frame) == 0 if told else pd.Series(True, index=frame.index)
+        ours = tables.graded(zip(frame["expected"][wrong], frame["answer"][wrong], strict=True))
+        kinds = pd.Series([kind for kind, _ in ours], index=frame.index[wrong], dtype="object").reindex(frame.index)
+        if not told:
+            frame["outcome"] = kinds
+            notes.append(f"nobody had graded the answers: {int(kinds.notna().sum())} were graded here")
+        else:
+            inside = pd.Series([holds for _, holds in ours], index=frame.index[wrong], dtype="object")
+            frame["answer_holds_value"] = inside.reindex(frame.index, fill_value=False).astype(bool)
+            count = int(frame["answer_holds_value"].sum())
+            if count:
+                notes.append(f"{count} answers graded wrong hold the expected value")
+        frame["expected"] = frame["expected"].map(
+            lambda x: "; ".join(map(str, x)) if isinstance(x, list | tuple) else x
+        )
+    single = {"trial_id", "time", "seed", "question", "expected", "answer", "latency_s", "ttft_s"} & set(frame.columns)
+    if any(frame[column].notna().any() for column in single):
+        equal = frame.astype(str).duplicated()
+        if equal.any():
+            notes.append(f"{int(equal.sum())} rows equal another in every cell; each counts once")
+            frame = frame[~equal].reset_index(drop=True)
     return frame
 
 

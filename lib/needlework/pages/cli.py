@@ -12,7 +12,7 @@ from dataclasses import replace
 import pandas as pd
 
 from .dumps import Dump, read
-from .findings import NONE, diagnose, identify
+from .findings import AS_ROWS, NONE, diagnose, identify
 from .layouts import LAYOUTS
 from .transfer import compare_dumps
 
@@ -55,15 +55,12 @@ def _load(path: str, args: argparse.Namespace) -> list[Dump]:
             best = identify(dump.raw, args.page_tokens).iloc[0]
             if best["layout"] == NONE:
                 raise ValueError(f"{path}: {best['sentence']}; say which with --layout")
-            layout, tokens = str(best["layout"]), int(best["page_tokens"])
+            layout, tokens = str(best["layout"]).removesuffix(AS_ROWS), int(best["page_tokens"])
+            dump = replace(dump, stride=dump.stride or int(best["page_bytes"]))
         else:
             tokens = args.page_tokens or dump.page_tokens
-        dump = dump.with_layout(layout, tokens)
-        if args.entries is not None:
-            if not 1 <= args.entries <= dump.raw.shape[0] * tokens:
-                raise ValueError(f"{path}: {args.entries} entries do not fit {dump.raw.shape[0]} pages of {tokens}")
-            dump = replace(dump, entries=args.entries)
-        out.append(dump)
+        dump = replace(dump, entries=dump.entries if args.entries is None else args.entries)
+        out.append(dump.with_layout(layout, tokens))
     return out
 
 

@@ -25,9 +25,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import zipfile
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,9 @@ from torch import Tensor
 from .layouts import Layout, layout_of
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
-SIZE_LIMIT = 64 << 30
-ARCHIVE_LIMIT = 4 << 30  # bytes that the arrays of one .npz may unpack to, all together: they lie in memory at once
+SIZE_LIMIT = 1 << 30  # bytes; the pages of one request and layer are a tenth of it at a million tokens
+ARCHIVE_LIMIT = 1 << 29  # bytes that the arrays of one .npz may unpack to, all together: they lie in memory at once
+COUNT_LIMIT = 1000  # tensors or arrays of one file
 TEXT_LIMIT = 200
 PAGE_HEX, ENTRY_HEX = 16, 4  # hex digits of a page's digest, and of each entry's (`digests`)
 
@@ -59,6 +62,7 @@ class Dump:
     entries: int | None = None
     tokens_per_entry: int = 1  # 4 in a c4 pool, 128 in a c128 pool
     page_digests: tuple[str, ...] = field(default=(), repr=False)  # as `pages.page_digests` gave them at the origin
+    stride: int | None = None  # bytes from page to page while the layout is not known (None: pages without gaps)
 
     @property
     def record(self) -> Layout:
@@ -77,17 +81,33 @@ class Dump:
 
     def with_layout(self, layout: str, page_tokens: int) -> Dump:
         """The same bytes cut into pages of a layout. Raises ValueError if they are not whole pages."""
-        size = layout_of(layout).page_bytes(page_tokens)
-        if self.raw.numel() == 0 or self.raw.numel() % size:
+        size, length = layout_of(layout).page_bytes(page_tokens), self.raw.numel()
+        stride = size if self.layout or self.stride is None else self.stride
+        if stride < size or length < size or (stride == size and length % size):
             raise ValueError(
-                f"{layout} with {page_tokens} entries: expected pages of {size:,} bytes, found {self.raw.numel():,}"
+                f"{layout} with {page_tokens} entries: expected pages of {size:,} bytes, found {length:,}"
+                + (f", one every {stride:,}" if stride != size else "")
             )
-        changed = {**self.__dict__, "raw": self.raw.reshape(-1, size), "layout": layout, "page_tokens": page_tokens}
-        return Dump(**changed)
+        flat = self.raw.reshape(-1)
+        raw = flat.as_strided(((length - size) // stride + 1, size), (stride, 1), flat.storage_offset())
+        pages = len(raw)
+        if self.entries is not None and not 1 <= self.entries <= pages * page_tokens:
+            raise ValueError(f"{_short(self.entries)} entries do not fit {pages} pages of {page_tokens} (at least 1)")
+        for key, items in (("page_ids", self.page_ids), ("page_digests", self.page_digests)):
+            if len(items) not in (0, pages):
+                raise ValueError(f"{key} has {len(items)} items for {pages} pages")
+        lengths = (PAGE_HEX, PAGE_HEX + ENTRY_HEX * page_tokens)
+        wrong = next((digest for digest in self.page_digests if len(digest) not in lengths), None)
+        if wrong is not None:
+            raise ValueError(
+                f"page_digests are {PAGE_HEX} hex digits as page_digests gives them, found {_short(wrong)}"
+            )
+        return replace(self, raw=raw.contiguous(), layout=layout, page_tokens=page_tokens, stride=None)
 
     def describe(self) -> dict[str, Any]:
         """The sidecar's JSON object."""
-        fields = {key: value for key, value in self.__dict__.items() if key != "raw"}
+        fields = {key: value for key, value in self.__dict__.items() if key not in ("raw", "stride")}
+        fields |= {"stride": self.stride} if self.stride else {}
         return {**fields, "pages": self.raw.shape[0], "digest": _digest(self.raw)}
 
     def __str__(self) -> str:
@@ -144,32 +164,45 @@ def write_dump(path: str | Path, dump: Dump) -> Path:
     return data
 
 
-def read(path: str | Path) -> list[Dump]:
+def read(path: str | Path, limit_bytes: int = SIZE_LIMIT) -> list[Dump]:
     """The dumps in a file: `.bin` (with or without its `.json`), `.safetensors`, `.npy`, `.npz`.
 
-    Raises ValueError, with expected and found sizes, for anything that does not fit; FileNotFoundError.
+    Raw bytes are mapped, not read. Raises ValueError, with expected and found sizes, for anything that does not fit or
+    has more than `limit_bytes`; FileNotFoundError.
     """
     path = Path(path)
-    size = os.stat(path).st_size
+    if path.suffix == ".json":
+        path = path.with_suffix(".bin")
+    size = _size(path)
     if size == 0:
         raise ValueError(f"{path.name} is empty")
-    if size > SIZE_LIMIT:
-        raise ValueError(f"{path.name} has {size:,} bytes; at most {SIZE_LIMIT:,} are read")
+    if size > limit_bytes:
+        raise ValueError(
+            f"{path.name} has {size:,} bytes; at most {limit_bytes:,} are read: save the pages of one request and layer"
+        )
     match path.suffix:
         case ".safetensors":
             return _read_safetensors(path, size)
         case ".npy" | ".npz":
             return _read_numpy(path, size)
-        case ".json":
-            return read(path.with_suffix(".bin"))
     side = path.with_suffix(".json")
-    raw = torch.from_numpy(np.fromfile(path, dtype=np.uint8))
-    return [_labelled(raw, _json(side.read_bytes()[: HEADER_LIMIT + 1], side.name) if side.exists() else {}, path.name)]
+    label: Mapping[str, Any] = {}
+    if side.exists():
+        if _size(side) > HEADER_LIMIT:
+            raise ValueError(f"{side.name}: a description of more than {HEADER_LIMIT:,} bytes is not a page dump's")
+        label = _json(side.read_bytes(), side.name)
+    return [_labelled(torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c")), label, path.name)]
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file, or of one that a link leads to; a pipe or device would give bytes without end."""
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode):
+        raise ValueError(f"{path.name} is not a file: it is a folder, pipe or device, which is not read")
+    return found.st_size
 
 
 def _json(text: bytes, name: str) -> Mapping[str, Any]:
-    if len(text) > HEADER_LIMIT:
-        raise ValueError(f"{name}: a description of more than {HEADER_LIMIT:,} bytes is not a page dump's")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -200,47 +233,32 @@ def _labelled(raw: Tensor, label: Mapping[str, Any], name: str) -> Dump:
     for key, least in (("page_tokens", 1), ("tokens_per_entry", 1), ("layer", 0)):
         if not least <= known.get(key, 1) <= 1 << 20:
             raise ValueError(f"{name}: {key} lies between {least} and {1 << 20:,}, found {_short(known[key])}")
-    dump = Dump(raw.reshape(1, -1), **known)
-    if dump.layout is not None:
-        if "stride" in label:
-            stride, need = label["stride"], dump.record.page_bytes(dump.page_tokens)
-            if not isinstance(stride, int) or isinstance(stride, bool) or stride < need or raw.numel() % stride:
-                raise ValueError(
-                    f"{name}: stride is at least {need:,} and divides {raw.numel():,} bytes, found {_short(stride)}"
-                )
-            dump = Dump(raw.reshape(-1, stride)[:, :need].contiguous(), **known)
-        dump = dump.with_layout(dump.layout, dump.page_tokens)  # type: ignore[arg-type]
-    _check_lists(dump, name)
-    pages = dump.raw.shape[0]
-    claimed = label.get("pages", pages)
-    if dump.layout is not None and (isinstance(claimed, bool) or claimed != pages):
-        raise ValueError(f"{name}: pages is {_short(claimed)}, the bytes are {pages:,} pages")
-    if dump.entries is not None and not 1 <= dump.entries <= pages * dump.page_tokens:
-        raise ValueError(
-            f"{name}: {_short(dump.entries)} entries do not fit {pages} pages of {dump.page_tokens} (at least 1)"
-        )
-    if "digest" in label and label["digest"] != _digest(raw):
-        raise ValueError(f"{name}: the bytes are not those that were saved (digest {_digest(raw)[:8]}… differs)")
-    return dump
-
-
-def _check_lists(dump: Dump, name: str) -> None:
-    """Page ids are distinct numbers and digests hex digits, one for each page."""
-    pages = dump.raw.shape[0]
-    for key, count in (("page_ids", len(dump.page_ids)), ("page_digests", len(dump.page_digests))):
-        if count not in (0, pages):
-            raise ValueError(f"{name}: {key} has {count} items for {pages} pages")
-    for number in dump.page_ids:
+    for number in known.get("page_ids", ()):
         if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 1 << 40:
             raise ValueError(f"{name}: page_ids are integers from 0 on, found {_short(number)}")
-    if len(set(dump.page_ids)) < len(dump.page_ids):
-        twice = next(n for n in dump.page_ids if dump.page_ids.count(n) > 1)
+    twice, often = next(iter(Counter(known.get("page_ids", ())).most_common(1)), (0, 0))
+    if often > 1:
         raise ValueError(f"{name}: page_ids name page {twice} more than once; a request holds a page once")
-    lengths = (PAGE_HEX, PAGE_HEX + ENTRY_HEX * dump.page_tokens)
-    for digest in dump.page_digests:
-        if not isinstance(digest, str) or len(digest) not in lengths or set(digest) - set("0123456789abcdef"):
-            raise ValueError(f"{name}: page_digests are {PAGE_HEX} hex digits as page_digests gives them, "
-                             f"found {_short(digest)}")  # fmt: skip
+    for digest in known.get("page_digests", ()):
+        if not isinstance(digest, str) or set(digest) - set("0123456789abcdef"):
+            raise ValueError(f"{name}: page_digests are hex digits as page_digests gives them, found {_short(digest)}")
+    stride = label.get("stride")
+    if stride is not None and (type(stride) is not int or not 0 < stride <= raw.numel() or raw.numel() % stride):
+        raise ValueError(f"{name}: stride divides {raw.numel():,} bytes, found {_short(stride)}")
+    if "digest" in label and label["digest"] != _digest(raw):
+        raise ValueError(f"{name}: the bytes are not those that were saved (digest {_digest(raw)[:8]}… differs)")
+    layout = known.pop("layout", None)
+    dump = Dump(raw.reshape(1, -1), **known, stride=stride)
+    if layout is None:
+        return dump
+    try:
+        dump = dump.with_layout(layout, dump.page_tokens)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    claimed = label.get("pages", len(dump.raw))
+    if isinstance(claimed, bool) or claimed != len(dump.raw):
+        raise ValueError(f"{name}: pages is {_short(claimed)}, the bytes are {len(dump.raw):,} pages")
+    return dump
 
 
 def _inside(path: Path, name: str) -> str:
@@ -266,7 +284,9 @@ def _read_safetensors(path: Path, size: int) -> list[Dump]:
         if length > min(size - 8, HEADER_LIMIT):
             raise ValueError(f"{path.name}: the header claims {length:,} bytes, the file has {size:,}")
         header = _json(file.read(length), path.name)
-    labels = header.get("__metadata__", {})
+    labels = header.get("__metadata__") or {}
+    if not isinstance(labels, dict) or len(header) > COUNT_LIMIT + 1:
+        raise ValueError(f"{path.name}: its metadata is an object, beside at most {COUNT_LIMIT:,} tensors")
     from safetensors.torch import load_file
 
     try:
@@ -291,16 +311,18 @@ def _read_numpy(path: Path, size: int) -> list[Dump]:
         if path.suffix == ".npy":
             with open(path, "rb") as file:
                 _check_numpy_header(file, size, path.name)
-            arrays = {path.stem: np.load(path, allow_pickle=False)}
+            arrays = {path.stem: np.load(path, mmap_mode="c", allow_pickle=False)}
         else:
             arrays = {}
             with zipfile.ZipFile(path) as archive:
-                whole = sum(item.file_size for item in archive.infolist())
-                if whole > ARCHIVE_LIMIT:
+                items = archive.infolist()
+                whole = sum(item.file_size for item in items)
+                if whole > ARCHIVE_LIMIT or len(items) > COUNT_LIMIT:
                     raise ValueError(
-                        f"its arrays claim {whole:,} bytes, at most {ARCHIVE_LIMIT:,} are unpacked; save each as .npy"
+                        f"its {len(items):,} arrays claim {whole:,} bytes, at most {COUNT_LIMIT:,} arrays and "
+                        f"{ARCHIVE_LIMIT:,} bytes are unpacked; save each as .npy"
                     )
-                for item in archive.infolist():
+                for item in items:
                     # deflate packs at most 1,032 to 1
                     if item.file_size > 1100 * max(1, item.compress_size):
                         raise ValueError(
@@ -313,7 +335,7 @@ def _read_numpy(path: Path, size: int) -> list[Dump]:
     except Exception as error:  # the parsers of numpy and zipfile raise a dozen kinds on a broken file
         raise ValueError(f"{path.name} is not a sound numpy file: {_said(error, 160)}") from None
     for name, array in arrays.items():
-        raw = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8).copy())
+        raw = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if raw.numel():
             out.append(_labelled(raw, {"pool": name}, _inside(path, name)))
     if not out:

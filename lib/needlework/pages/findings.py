@@ -12,7 +12,7 @@ gave where the pages came from (swapped, repeated and foreign pages; with digest
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -26,6 +26,7 @@ from .layouts import LAYOUTS, Layout, layout_of
 
 ABSURD_SCALE = 2.0**16  # normalised keys stay near 1; with 448 codes this scale means values beyond 29 million
 NONE = "none of these"
+AS_ROWS = " as rows"
 PAGE_TOKENS = (64, 256, 128, 32, 16, 2)
 
 COLUMNS = ["name", "severity", "page", "slot", "slot_last", "field", "sentence"]
@@ -36,6 +37,13 @@ MEANINGS = {
     "half-page": ("error", "page", "only part of the page was written"),
     "poison": ("error", "entry", "every byte repeats one word: a fill pattern, not data"),
     "row-format": ("error", "page", "entries were written as whole rows, data beside scale, into a footer page"),
+    "scales-in-rows": ("error", "scales", "scales were written as if each lay behind its row, across the codes"),
+    "stride-drift": (
+        "error",
+        "page",
+        "pages lie further apart than the layout's size: each begins later than the last",
+    ),
+    "scale-rounded": ("error", "scales", "scales were rounded to powers of two and the codes were not made for them"),
     "scale-shifted": ("error", "scales", "scales belong to other entries: the scale block is shifted"),
     "wrong-format": ("error", "page", "bytes follow another number format"),
     "nan-code": ("error", "codes", "codes hold NaN"),
@@ -95,7 +103,7 @@ def diagnose(
     rows: list[tuple] = []
     settled = ~live.any(-1)  # pages that need no look at their entries any more
     rows.extend(_row(*found) for found in from_digests(settled, raw, layout, page_tokens, live, facts, digests))
-    for find in (_from_before, _parts, _shapes, _repeats):
+    for find in (_from_before, _parts, _shapes, _repeats, _rounded):
         find(rows, settled, raw, layout, page_tokens, live, facts, before=before)
     _entries(rows, facts, live & ~settled[:, None], layout)
     _padding(rows, settled, raw, layout, page_tokens)
@@ -162,7 +170,17 @@ def _shapes(rows, settled, raw, layout: Layout, page_tokens, live, facts: Marks,
     """Pages that make sense under another layout, and scales that make sense at other entries."""
     written = live & ~facts.empty
     lawful = _share(facts, written)
-    for page in (~settled & (lawful < 0.9)).nonzero().flatten().tolist():
+    need = layout.page_bytes(page_tokens)
+    if len(raw) > 2 and lawful[0] >= 0.9 and int((lawful[1:] < 0.9).sum()) >= 2:
+        stride = stride_of(raw.reshape(-1), layout, page_tokens)
+        for page in (~settled & (lawful < 0.9)).nonzero().flatten().tolist() if stride else ():
+            apart = (
+                f"{stride:,} bytes apart, {need:,} were expected; this one lies {page * (stride - need):+,} bytes off"
+            )
+            rows.append(_row("stride-drift", page, apart))
+            settled[page] = True
+    across = _row_scales(raw, layout, page_tokens, live)
+    for page in (~settled & ((lawful < 0.9) | across)).nonzero().flatten().tolist():
         rival = _other_shape(raw[page : page + 1], layout, page_tokens, written[page])
         if rival:
             rows.append(_row(rival[0], page, rival[1]))
@@ -186,8 +204,16 @@ def _other_shape(page: Tensor, layout: Layout, page_tokens: int, written: Tensor
     rivals: list[tuple[str, Layout, str]] = []
     rows = as_rows(layout)
     if rows is not None:
-        detail = f"{layout.token_bytes}-byte rows explain it"
-        rivals.append(("row-format", rows, detail))
+        rivals.append(("row-format", rows, f"{layout.token_bytes}-byte rows explain it"))
+        across: Layout = as_rows(layout, ("scales", "pad"))  # type: ignore[assignment]
+        rivals.append(("scales-in-rows", across, f"steps of {layout.token_bytes} bytes explain them"))
+        # whole rows fill what lies behind the codes, scales alone leave it empty
+        count = int(written.nonzero()[-1]) + 1 if bool(written.any()) else 0
+        behind = torch.zeros(page.shape[1], dtype=torch.bool)
+        behind[count * layout["codes"].stride : count * layout.token_bytes] = True
+        behind[across["scales"].address(page_tokens)] = False
+        if int((page[0][behind] != 0).sum()) < 0.5 * int(behind.sum()):
+            rivals.reverse()
     same_codes = [
         other
         for other in LAYOUTS.values()
@@ -198,9 +224,74 @@ def _other_shape(page: Tensor, layout: Layout, page_tokens: int, written: Tensor
         if page_tokens % other.token_multiple or other.page_bytes(page_tokens) != page.shape[1]:
             continue
         facts = marks(page, other, page_tokens)
-        if float(_share(facts, written[None] & ~facts.empty)) >= 0.9:
+        # scales that lie across the codes spoil some of them
+        if float(_share(facts, written[None] & ~facts.empty)) >= (0.75 if name == "scales-in-rows" else 0.9):
             return name, detail
     return None
+
+
+def _row_scales(raw: Tensor, layout: Layout, page_tokens: int, live: Tensor) -> Tensor:
+    """bool [pages]: nine tenths of what lies where rows would have their scales could be scales."""
+    rows = as_rows(layout, ("scales", "pad"))
+    if rows is None:
+        return torch.zeros(len(raw), dtype=torch.bool)
+    scale = formats.decode(rows["scales"].stored(raw, page_tokens), rows["scales"].format)
+    sane = ((scale >= floors(layout)[0]) & (scale > 0) & (scale <= ABSURD_SCALE)).all(-1) & live
+    return sane.sum(-1) >= 0.9 * live.sum(-1).clamp(min=8)
+
+
+def stride_of(flat: Tensor, layout: Layout, page_tokens: int) -> int | None:
+    """Bytes from page to page in flat bytes whose first page is sound, where it is not the page's own size."""
+    need, size = layout.page_bytes(page_tokens), flat.numel()
+    steps = torch.arange(need - need // 4, min(need + need // 2, size - need) + 1, 4)
+    if not len(steps):
+        return None
+    place = layout["scales"].address(page_tokens)
+    stored = flat[steps[:, None, None] + place]
+    if layout["scales"].format == "f32":
+        stored = stored.contiguous().view(torch.float32)
+    scale = formats.decode(stored, layout["scales"].format).flatten(1)
+    sane = ((scale >= floors(layout)[0]) & (scale > 0) & (scale <= ABSURD_SCALE)).float().mean(-1)
+    best: tuple[float, float, int] = (0.0, 0.0, need)
+    for at in sane.argsort(descending=True, stable=True)[:12].tolist():
+        stride = int(steps[at])
+        pages = flat.as_strided((min(8, (size - need) // stride + 1), need), (stride, 1)).contiguous()
+        share, written = fit(pages, layout, page_tokens)
+        if written > page_tokens:
+            best = max(best, (share, float(sane[at]), stride))
+    return best[2] if best[0] >= 0.9 and best[2] != need else None
+
+
+def _rounded(rows, settled, raw, layout: Layout, page_tokens, live, facts: Marks, **_) -> None:
+    """Powers of two under codes that all reach the largest: a writer of powers of two rounds up before it divides, so
+    that few groups (one in twenty in fp8, one in four in fp4) get there."""
+    if layout["scales"].format == "e4m3fn":
+        return
+    size = code_sizes(raw, layout, page_tokens, layout["codes"].count // layout.group)
+    copies = facts.scale.shape[-1] // size.shape[-1]
+    full, lawful = (mask.unflatten(-1, (-1, copies)) for mask in (facts.full > 0, facts.lawful & ~facts.free))
+    scale = facts.scale[..., ::copies]
+    usable = lawful.all(-1) & (live & ~settled[:, None])[..., None]
+    cut = usable & full.any(-1) & (scale.view(torch.int32) & 0x7FFFFF == 0)
+    count = usable.flatten(1).sum(-1)
+    suspect = cut.flatten(1).sum(-1) >= 0.9 * count.clamp(min=1)
+    # repeated text counts once
+    least = 12 if layout["codes"].format == "e2m1" else 6
+    suspect &= torch.tensor([len(sizes[where].unique()) >= least for sizes, where in zip(size, cut, strict=True)])
+    plain = usable & ~suspect[:, None, None]
+    own = plain & (scale.view(torch.int32) & 0x7FFFFF == 0)
+    # keys of one size may reach the largest code together, but then under one scale
+    _, often = scale[cut & suspect[:, None, None]].unique(return_counts=True)
+    if int((often >= 3).sum()) < 2 and not int(own.sum()) < 0.1 * int(plain.sum()) >= 1.2:
+        return
+    top = {"e4m3fn": 448, "e4m3fnuz": 224, "e2m1": 6}[layout["codes"].format]
+    for page in suspect.nonzero().flatten().tolist():
+        clipped = float(facts.full[page].float().sum() / cut[page].sum()) >= 3
+        how = "many codes a group do: values are clipped" if clipped else "values are off by up to a factor of two"
+        rows.append(
+            _row("scale-rounded", page, f"{int(cut[page].sum())} of {int(count[page])} groups reach {top}; {how}")
+        )
+        settled[page] = True
 
 
 def _doubled(raw, layout: Layout, page_tokens: int, written: Tensor, facts: Marks):
@@ -351,7 +442,7 @@ def _changed(page: Tensor, layout: Layout, page_tokens: int, live: Tensor, recor
 
 @dataclass(frozen=True)
 class Marks:
-    """Facts about a pool; all bool. Group marks are [pages, P, groups], entry marks [pages, P]."""
+    """Facts about a pool; bool but for two. Group marks are [pages, P, groups], entry marks [pages, P]."""
 
     scale: Tensor  # float32 [pages, P, groups]: decoded scales
     zero: Tensor  # scale bytes are zero (an exponent byte of 0 counts: no writer stores it)
@@ -363,6 +454,7 @@ class Marks:
     nan: Tensor  # the group holds a NaN code
     silent: Tensor  # every code of the group is zero
     free: Tensor  # the scale is a floor, or too coarse: the codes may be small
+    full: Tensor  # int: how many codes of the group are the largest one
     misfit: Tensor  # the codes do not reach the range that a writer's scale gives
     empty: Tensor  # entry: all bytes zero
     poison: Tensor  # entry: every byte, scales too, repeats one non-zero 4-byte word
@@ -447,7 +539,8 @@ def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = No
     misfit = ~fits & ~free & ~nan
     zero_allowed = silent & ~empty[..., None] if not floor else torch.zeros_like(zero)
     zero = zero & ~zero_allowed
-    return Marks(scale, zero, negative, denormal, absurd, below, uneven, nan, silent, free, misfit, empty, poison)
+    full = (size == top).sum(-1)
+    return Marks(scale, zero, negative, denormal, absurd, below, uneven, nan, silent, free, full, misfit, empty, poison)
 
 
 # ---- codes and scales that do not belong together --------------------------------------------------------------------
@@ -458,15 +551,17 @@ def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = No
 # strong at shift n, the scale block is shifted by n slots.
 
 
-def as_rows(layout: Layout) -> Layout | None:
-    """The layout with all fields of a token side by side, as its fictional shape suggests; None if it is so already."""
+def as_rows(layout: Layout, only: Sequence[str] = ()) -> Layout | None:
+    """The layout with all fields of a token side by side, as its fictional shape suggests (or `only` those where such
+    rows have them); None if it is so already."""
     if all(item.base == 0 for item in layout.fields):
         return None
     fields, offset = [], 0
     for item in layout.fields:
-        fields.append(replace(item, base=0, offset=offset, stride=layout.token_bytes, tile=None))
+        beside = replace(item, base=0, offset=offset, stride=layout.token_bytes, tile=None)
+        fields.append(item if only and item.name not in only else beside)
         offset += item.bytes
-    return replace(layout, name=f"{layout.name} as rows", fields=tuple(fields))
+    return replace(layout, name=layout.name + AS_ROWS, fields=tuple(fields))
 
 
 def code_sizes(raw: Tensor, layout: Layout, page_tokens: int, groups: int) -> Tensor:
@@ -577,33 +672,64 @@ def identify(raw: Tensor, page_tokens: int | None = None) -> pd.DataFrame:
     if raw.dtype != torch.uint8 or raw.numel() == 0:
         raise ValueError(f"identify takes at least one page of uint8 bytes; found {raw.numel()} of {raw.dtype}")
     flat = raw.reshape(-1)
-    rows = []
-    for layout in LAYOUTS.values():
-        # rows that lie one after another look alike for every page size: the first one stands for all
-        contiguous = all(f.base == 0 for f in layout.fields)
-        sizes = (page_tokens,) if page_tokens else layout.page_tokens[:1] if contiguous else PAGE_TOKENS
-        for size in sizes:
-            if size % layout.token_multiple or flat.numel() % layout.page_bytes(size):
-                continue
-            pages = flat.view(-1, layout.page_bytes(size))
-            sample = pages[:: max(1, pages.shape[0] // 256)]
-            share, written = fit(sample, layout, size)
-            by_chance = chance(layout.name)
-            value = max(0.0, (share - by_chance) / (1 - by_chance))
-            value += _favour(sample, layout, size) if value > 0.5 else 0.0
-            sentence = (
-                f"{share:.1%} of the scale groups in {written} written entries obey the writer of {layout.name} "
-                f"(random bytes: {by_chance:.1%})"
-            )
-            rows.append((layout.name, size, pages.shape[0], layout.page_bytes(size), value, sentence))
-    columns = ["layout", "page_tokens", "pages", "page_bytes", "fit", "sentence"]
-    table = pd.DataFrame(rows, columns=columns).sort_values("fit", ascending=False, kind="stable")
-    table["fit"] = table["fit"].clip(upper=1.0)
+    table = _fits(flat, page_tokens, _whole_pages)
+    if table.empty or table["fit"].iloc[0] <= 0.5:
+        apart = _fits(flat, page_tokens, _pages_apart)
+        table = apart if len(apart) else table
     if table.empty or table["fit"].iloc[0] <= 0.5:
         best = f"best fit {table['fit'].iloc[0]:.2f}" if len(table) else "no layout has pages that divide it"
         nothing = (NONE, 0, 0, 0, 0.0, f"{flat.numel():,} bytes follow no known layout ({best})")
-        table = pd.concat([pd.DataFrame([nothing], columns=columns), table], ignore_index=True)
+        table = pd.concat([pd.DataFrame([nothing], columns=table.columns), table], ignore_index=True)
     return table.reset_index(drop=True)
+
+
+def _fits(flat: Tensor, page_tokens: int | None, cut: Callable[[Tensor, Layout, int], Tensor | None]) -> pd.DataFrame:
+    """The table of `identify`, with pages as `cut` finds them."""
+    found = []
+    for name, layout, base in _candidates():
+        # rows that lie one after another look alike for every page size: the first one stands for all
+        contiguous = all(f.base == 0 for f in layout.fields)
+        for size in (page_tokens,) if page_tokens else layout.page_tokens[:1] if contiguous else PAGE_TOKENS:
+            pages = None if size % layout.token_multiple else cut(flat, layout, size)
+            if pages is None:
+                continue
+            stride = pages.stride(0) if len(pages) > 1 else pages.shape[1]
+            sample = pages[:: max(1, len(pages) // 256)]
+            share, written = fit(sample, layout, size)
+            value = max(0.0, (share - chance(base)) / (1 - chance(base)))
+            value += _favour(sample, layout, size) if value > 0.5 else 0.0
+            sentence = f"{share:.1%} of the scale groups in {written} written entries obey the writer of {base} "
+            sentence += f"(random bytes: {chance(base):.1%})"
+            if base != name:
+                sentence += f" if they lie in rows of {layout.token_bytes} bytes, which no reader of {base} expects"
+            if stride != pages.shape[1]:
+                sentence += f"; pages of {pages.shape[1]:,} bytes begin every {stride:,}"
+            found.append((name, size, len(pages), stride, value, sentence))
+    table = pd.DataFrame(found, columns=["layout", "page_tokens", "pages", "page_bytes", "fit", "sentence"])
+    table = table.sort_values("fit", ascending=False, kind="stable", ignore_index=True)
+    return table.assign(fit=table["fit"].clip(upper=1.0))
+
+
+@cache
+def _candidates() -> list[tuple[str, Layout, str]]:
+    """(name, layout, name of the public record): every record, and footers that somebody wrote as rows."""
+    rows = [(f"{name}{AS_ROWS}", as_rows(layout), name) for name, layout in LAYOUTS.items()
+            if f"{name}-interleaved" not in LAYOUTS and not layout["codes"].tile]  # fmt: skip
+    return [(name, layout, name) for name, layout in LAYOUTS.items()] + [row for row in rows if row[1]]  # type: ignore[misc]
+
+
+def _whole_pages(flat: Tensor, layout: Layout, page_tokens: int) -> Tensor | None:
+    size = layout.page_bytes(page_tokens)
+    return None if flat.numel() % size else flat.view(-1, size)
+
+
+def _pages_apart(flat: Tensor, layout: Layout, page_tokens: int) -> Tensor | None:
+    """Pages that lie further apart than their size, as engines pad them to a common stride."""
+    size = layout.page_bytes(page_tokens)
+    if flat.numel() < 2 * size or fit(flat[:size].view(1, size), layout, page_tokens)[0] < 0.9:
+        return None
+    stride = stride_of(flat, layout, page_tokens)
+    return flat.as_strided(((flat.numel() - size) // stride + 1, size), (stride, 1)) if stride else None
 
 
 def _favour(pages: Tensor, layout: Layout, page_tokens: int) -> float:

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from . import formats
 from .dumps import Dump
 from .findings import marks, runs
 from .layouts import Layout, layout_of
@@ -27,6 +28,8 @@ MEANINGS = {
     "shifted": "entries arrived, but at other positions",
     "scales-shifted": "codes arrived, their scales lie at other entries",
     "values-shifted": "scales arrived, their codes lie at other entries",
+    "scales-rounded": "codes arrived, their scales were rounded to powers of two",
+    "scales-changed": "codes arrived, their scales were multiplied",
     "partly-copied": "only part of the page arrived",
     "stale": "the page holds other content than was sent",
     "changed": "bytes differ",
@@ -222,6 +225,9 @@ class _Journey:
                 return [(part[0], first, last, part[1], part[2])]
             if whole:
                 return [self._moved(page, offset, first, last)]
+        other = self._rescaled(page, wrong)
+        if other:
+            return [(other[0], first, last, "scales", other[1])]
         cut = self._cut(page, live, wrong)
         if cut:
             return [("partly-copied", first, last, "page", cut)]
@@ -262,6 +268,28 @@ class _Journey:
                 return name, field, f"by {offset:+d} entries"
             if not bool(self.received[page][:, self.columns[field]][filled].any()):
                 return "partly-copied", field, f"{other} arrived, {field} are zero"
+        return None
+
+    def _rescaled(self, page: int, wrong: Tensor) -> tuple[str, str] | None:
+        """Scales that became other numbers by a rule, which bytes from elsewhere do not keep; the rest is as sent."""
+        differs = self.sent[page] != self.received[page]
+        start, stop, _ = self.columns["scales"].indices(differs.shape[-1])
+        if bool(differs[:, :start].any()) or bool(differs[:, stop:].any()):
+            return None
+        name = self.layout["scales"].format
+        kind = formats.FORMATS[name].stored
+        old, new = (formats.decode(side[page][wrong, start:stop].contiguous().view(kind), name)
+                    for side in (self.sent, self.received))  # fmt: skip
+        ratio = (new / old)[old != 0]
+        if ratio.numel() < 4 or not bool(((ratio > 0) & ratio.isfinite()).all()):
+            return None
+        low, high = float(ratio.min()), float(ratio.max())
+        if high <= low * 1.001:
+            return "scales-changed", f"each is {low:.6g} times what was sent"
+        power = new.view(torch.int32) & 0x7FFFFF == 0
+        if bool(power.all()) and low > 0.5 and high < 2 and name == "f32":
+            how = "down" if high <= 1 else "up" if low >= 1 else "to the nearest"
+            return "scales-rounded", f"rounded {how}: {low:.3f} to {high:.3f} times what was sent"
         return None
 
     def _cut(self, page: int, live: Tensor, wrong: Tensor) -> str | None:
