@@ -262,7 +262,7 @@ TOOLS: tuple[tuple[str, set[str], Callable[[Mapping[str, Any]], dict[str, Any]]]
 def graded(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[str | None, bool]]:
     """(outcome, whether the answer holds what was expected) for pairs of expected value and answer, as our own probes
     grade; (None, False) where one of the two is missing."""
-    from needlework.probes.bench.grade import grade, holds
+    from needlework.probes.bench.grade import grade, holds, stands
     from needlework.serving import Reply
 
     known: dict[tuple[Any, str], tuple[str | None, bool]] = {}
@@ -274,7 +274,8 @@ def graded(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[str | None, bool]]:
             continue
         key = (isinstance(expected, tuple), *wanted), answer
         if key not in known:
-            inside = [holds(answer, value.strip()) for value in wanted]
+            several = isinstance(expected, tuple) and len(wanted) > 1  # then a list of values is no list of guesses
+            inside = [(stands if several else holds)(answer, value.strip()) for value in wanted]
             enough = all(inside) if isinstance(expected, tuple) else any(inside)
             missing = wanted[inside.index(False)] if False in inside else wanted[0]
             known[key] = ("exact", True) if enough else (grade(Reply(answer), missing).outcome, False)

@@ -62,9 +62,9 @@ LARGEST_BYTES = 512 * 2**20  # a journal of a million trials is about this large
 def load_trials(path: str | Path) -> pd.DataFrame:
     """Reads a table of trials: `.csv`, `.tsv`, `.jsonl`, `.ndjson`, `.json`, `.parquet`, or a run folder.
 
-    So are the tables of other tools (`analysis.tables`). An answer that nobody graded is graded by us where the
-    expected value is told, scores of 1 to 10 and of 0 to 100 become shares, and `answer_holds_value` marks answers that were
-    graded wrong and hold the value. Equal rows count once where rows tell of one request (a value, an answer, a time).
+    So are the tables of other tools (`analysis.tables`). Where nobody graded, answers are graded by us if the expected
+    value is told. Scores of 1 to 10 and of 0 to 100 become shares. `answer_holds_value` marks answers that were graded
+    wrong and hold the value, where there are any. Equal rows count once if they tell of one request (value, time …).
 
     Returns a DataFrame with lower-case column names, numbers as float64 and text as object; `attrs["notes"]` says
     what was renamed, dropped to null or torn. Raises FileNotFoundError when there is no such file and ValueError,
@@ -268,10 +268,9 @@ def _judged(frame: pd.DataFrame, name: str, notes: list[str]) -> pd.DataFrame:
             notes.append(f"nobody had graded the answers: {int(kinds.notna().sum())} were graded here")
         else:
             inside = pd.Series([holds for _, holds in ours], index=frame.index[wrong], dtype="object")
-            frame["answer_holds_value"] = inside.reindex(frame.index, fill_value=False).astype(bool)
-            count = int(frame["answer_holds_value"].sum())
-            if count:
-                notes.append(f"{count} answers graded wrong hold the expected value")
+            if inside.any():
+                frame["answer_holds_value"] = inside.reindex(frame.index, fill_value=False).astype(bool)
+                notes.append(f"{int(inside.sum())} answers graded wrong hold the expected value")
         frame["expected"] = frame["expected"].map(
             lambda x: "; ".join(map(str, x)) if isinstance(x, list | tuple) else x
         )
