@@ -98,7 +98,7 @@ def test_every_row_of_the_forensic_step_is_there(collection):
     said = {(row.role, row.item.partition(":")[0]): row.finding for row in missing.itertuples()}
     assert "does not exist" in said["decode", "stat"] and missing["item"].str.contains("indexer.py").any()
     assert "inactive" in said["combined", "unit-show"]
-    assert "belongs to another service" in " ".join(missing[missing["role"] == "prefill"]["finding"])
+    assert "another service" in " ".join(missing[missing["role"] == "prefill"]["finding"])
     assert "no Environment= of the unit" in " ".join(missing[missing["role"] == "prefill"]["finding"])
     assert not (
         (missing["role"] == "decode") & missing["finding"].str.contains("no Environment=")
@@ -211,7 +211,13 @@ def test_only_readers_are_ever_run():
         "nvidia-smi",
         "{python}",
         "curl",
+        "tail",
+        "docker",
+        "kubectl",
     }
+    verbs = {argv[:2] for argv in COMMANDS.values() if argv[0] in ("docker", "kubectl")}
+    assert verbs == {("docker", "container"), ("docker", "logs"), ("kubectl", "get"), ("kubectl", "logs")}
+    assert COMMANDS["container"][:3] == ("docker", "container", "inspect")
     assert {argv[1] for argv in COMMANDS.values() if argv[0] == "systemctl"} == {"show", "cat"}
     assert COMMANDS["packages"][1:4] == ("-m", "pip", "freeze")
 

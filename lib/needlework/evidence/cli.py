@@ -9,8 +9,11 @@ from pathlib import Path
 from needlework.evidence import redaction
 from needlework.evidence.bundle import Bundle, unzip
 from needlework.evidence.collect import collect
+from needlework.evidence.findings import findings
 from needlework.evidence.plan import load_plan
-from needlework.evidence.scan import absences
+from needlework.evidence.settings import effective
+
+MAX_SETTINGS = 60  # of a role, printed
 
 
 def main(argv: list[str]) -> int:
@@ -35,8 +38,12 @@ def _collect(argv: list[str]) -> int:
     came = sum(item["state"] == "ok" for item in collection.items)
     places = sum(row["places"] for row in collection.replaced.values())
     print(f"{came} of {len(collection.items)} items collected, {places} secrets and names replaced; see {options.out}")
-    for row in absences(collection).itertuples():
-        print(f"  {row.host}/{row.role} {row.item}: {row.finding}")
+    for row in findings(collection).rows:
+        print(row)
+    table = effective(collection)
+    for (host, role), part in table[table["source"] != "process environment"].groupby(["host", "role"], sort=False):
+        told = ", ".join(f"{row.setting} {row.value}" for row in part.head(MAX_SETTINGS).itertuples())
+        print(f"{host}/{role}: {len(part)} settings: {told}{' …' if len(part) > MAX_SETTINGS else ''}")
     return 0 if came else 1
 
 

@@ -6,13 +6,13 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from needlework.evidence.hosts import Answer, Folder, Shell
+from needlework.evidence.hosts import Answer, Folder, Shell, unpacked
 from needlework.evidence.plan import Host, Plan, Role
 from needlework.evidence.redaction import Redactor
 
@@ -20,6 +20,15 @@ HTTP_ROUTES = ("server_info", "model_info", "v1/models", "metrics")
 JOURNAL_FIELDS = ("__REALTIME_TIMESTAMP", "_SYSTEMD_UNIT", "SYSLOG_IDENTIFIER", "PRIORITY", "_PID", "MESSAGE")
 MAX_MESSAGE_CHARS = 4000
 WRAPPER = re.compile(r"\.(?:sh|bash)$")
+LOG_FILE = re.compile(
+    r"(?i)(?:\.(?:log|out|err)(?:[.-]\d+)*|/logs?/[^/]+?|/(?:stdout|stderr|output)(?:\.txt)?)(?:\.(?:gz|xz|bz2))?$"
+)
+# An engine's own file of options, where a command or a script names it.
+OPTIONS_FILE = re.compile(
+    r"(?:--(?:config|config[_-]file|extra[_-]llm[_-]api[_-]options|extra[_-]engine[_-]args|lmcache[_-]config)[ =]"
+    r"|\bLMCACHE_CONFIG_FILE=)[\"']?(/[^\s\"']+)"
+)
+MAX_FILES = 100
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,9 @@ def collect(plan: Plan, progress: Callable[[str], None] | None = None) -> Collec
     with one set of placeholders, before it is returned; nothing is written here.
     """
     raw: dict[str, list[tuple[Role | None, str, Answer]]] = {}
+    if progress:
+        longest = max(host.timeout_s for host in plan.hosts)
+        progress(f"asking {len(plan.hosts)} hosts side by side, at most {longest:g} s each")
     with ThreadPoolExecutor(max_workers=min(32, len(plan.hosts))) as pool:
         futures = {pool.submit(_ask_host, host, plan): host for host in plan.hosts}
         for done, future in enumerate(as_completed(futures), 1):
@@ -104,6 +116,10 @@ def _ask_host(host: Host, plan: Plan) -> list[tuple[Role | None, str, Answer]]:
     except OSError as error:
         return [(None, "connect", Answer(error=str(error)))]
     with shell.connected(), ThreadPoolExecutor(max_workers=len(host.roles)) as pool:
+        if host.via in ("docker", "kubectl"):
+            for part in pool.map(lambda role: _ask_role(shell.inside(role), role, plan, host), host.roles):
+                rows += part
+            return rows
         kernel = shell.run("kernel")
         if kernel.error and host.via == "ssh":  # nothing else can come from a host that cannot be reached
             return [(None, "connect", kernel)]
@@ -121,7 +137,17 @@ def _ask_role(shell: Shell | Folder, role: Role, plan: Plan, host: Host) -> list
         rows.append((role, item, answer))
         return answer
 
-    files = list(role.files)
+    files, lines = [*role.files, *role.logs], str(plan.log_lines)
+    since = {"since": plan.since} if plan.since else {}
+    suffix = "-since" if plan.since else ""
+    for kind in ("container", "pod") if isinstance(shell, Shell) else ():
+        if getattr(role, kind if kind == "pod" or host.via != "kubectl" else "pod") and (kind == "pod") == (
+            host.via == "kubectl"
+        ):
+            ask(kind, kind)
+            ask(f"log:{kind}", f"{kind}-log{suffix}", lines=lines, **since)
+            ask("environ", "environ", pid="1")
+            files += _named(ask("cmdline", "cmdline", pid="1").data.replace(b"\0", b" "))
     if role.unit:
         show = ask("unit-show", "unit-show", unit=role.unit)
         unit = ask("unit-cat", "unit-cat", unit=role.unit)
@@ -129,22 +155,31 @@ def _ask_role(shell: Shell | Folder, role: Role, plan: Plan, host: Host) -> list
         process = role.unit if host.via == "folder" else pid
         if process and process != "0":
             ask("environ", "environ", pid=process)
-            ask("cmdline", "cmdline", pid=process)
-        arguments = exec_start(unit.data.decode("utf-8", "replace"))
-        files += [part for part in arguments if part.startswith("/") and WRAPPER.search(part) and part not in files]
+            files += _named(ask("cmdline", "cmdline", pid=process).data.replace(b"\0", b" "))
+        text = unit.data.decode("utf-8", "replace")
+        arguments = exec_start(text)
+        files += [part for part in arguments if part.startswith("/") and WRAPPER.search(part)]
+        files += re.findall(r"(?m)^\s*EnvironmentFile\s*=\s*-?(/\S+)", text) + _named(unit.data)
         python = next((part for part in arguments if re.search(r"/python[\d.]*$", part)), None)
         if python or host.via == "folder":
             ask("packages", "packages", python=python or "python3")
-        command = "journal-since" if plan.since else "journal"
-        slots = {"since": plan.since} if plan.since else {}
-        ask("journal", command, unit=role.unit, lines=str(plan.log_lines), **slots)
-    for path in files:
+        ask("journal", f"journal{suffix}", unit=role.unit, lines=lines, **since)
+    done: set[str] = set()
+    while (path := next((p for p in files if p not in done), None)) and len(done) < MAX_FILES:
+        done.add(path)
         stat = ask(f"stat:{path}", "stat", path=path)
-        if not stat.error:
-            content = ask(f"file:{path}", "file", path=path)
-            digest = shell.run("sha256", path=path)
-            value = digest.data.split()[:1] if not digest.error else [hashlib.sha256(content.data).hexdigest().encode()]
-            rows.append((role, f"sha256:{path}", Answer(value[0] if value else b"")))
+        if stat.error:
+            continue
+        if path in role.logs or LOG_FILE.search(path):
+            packed = path.endswith((".gz", ".xz", ".bz2"))
+            answer = shell.run("packed" if packed else "log", path=path, **({} if packed else {"lines": lines}))
+            rows.append((role, f"log:{path}", unpacked(answer, plan.log_lines) if packed else answer))
+            continue
+        content = ask(f"file:{path}", "file", path=path)
+        files += _named(content.data) if WRAPPER.search(path) else []
+        digest = shell.run("sha256", path=path)
+        value = digest.data.split()[:1] if not digest.error else [hashlib.sha256(content.data).hexdigest().encode()]
+        rows.append((role, f"sha256:{path}", Answer(value[0] if value else b"")))
     for route in HTTP_ROUTES if role.endpoint or host.via == "folder" else ():
         ask(
             f"http:{route}",
@@ -152,6 +187,12 @@ def _ask_role(shell: Shell | Folder, role: Role, plan: Plan, host: Host) -> list
             url=f"http/{role.role}/{route}" if host.via == "folder" else f"{role.endpoint}/{route}",
         )
     return rows
+
+
+def _named(text: bytes) -> list[str]:
+    """The files of options that a command, unit or script names."""
+    found = OPTIONS_FILE.findall(re.sub(r"\\\n\s*", " ", text.decode("utf-8", "replace")))
+    return [path for path in found if ".." not in path.split("/") and not path.startswith("/dev/")]
 
 
 def _property(show: Answer, name: str) -> str | None:
@@ -193,6 +234,30 @@ def _journal_rows(data: bytes) -> tuple[list[dict[str, str]], int]:
     return rows, bad
 
 
+def _exported(data: bytes) -> Iterator[dict[str, str]]:
+    """The entries of journalctl's export form (systemd.io/JOURNAL_EXPORT_FORMATS): text fields, and binary ones with
+    their length."""
+    row: dict[str, str] = {}
+    at = 0
+    while at < len(data):
+        end = data.find(b"\n", at)
+        end = len(data) if end < 0 else end
+        name, equals, value = data[at:end].partition(b"=")
+        at = end + 1
+        if not name:
+            if row:
+                yield row
+            row = {}
+        elif not equals:
+            size = min(int.from_bytes(data[at : at + 8], "little"), len(data))
+            value = data[at + 8 : at + 8 + size]
+            at += 9 + size
+        if name:
+            row[name.decode("utf-8", "replace")] = value.decode("utf-8", "replace")
+    if row:
+        yield row
+
+
 def _redacted(plan: Plan, raw: dict[str, list[tuple[Role | None, str, Answer]]]) -> Collection:
     redactor = Redactor(hosts=[host.target.rsplit("@", 1)[-1] for host in plan.hosts if host.target])
     journals: dict[tuple[str, str], list[dict[str, str]]] = {}
@@ -222,7 +287,7 @@ def _redacted(plan: Plan, raw: dict[str, list[tuple[Role | None, str, Answer]]])
             row: dict[str, Any] = {
                 "host": host.name,
                 "role": label,
-                "unit": role.unit if role else None,
+                "unit": redactor.text(role.unit) if role and role.unit else None,
                 "item": name,
                 "bytes": len(answer.data),
             }
@@ -231,6 +296,10 @@ def _redacted(plan: Plan, raw: dict[str, list[tuple[Role | None, str, Answer]]])
             items.append(row)
             if answer.data:
                 texts[host.name, label, name] = redactor.text(_readable(item, answer.data))
+    # what the last text told may stand in the first one
+    for row in items:
+        row |= {key: redactor.again(row[key]) for key in ("unit", "reason") if row[key]}
+    texts = {key: redactor.again(text) for key, text in texts.items()}
     return Collection(plan.name, items, texts, redactor.report())
 
 
@@ -250,5 +319,11 @@ def _readable(item: str, data: bytes) -> str:
                 )
             )
         return "\n".join(lines) + "\n"
+    if data.startswith((b"__CURSOR=", b"__REALTIME_TIMESTAMP=")):
+        rows = list(_exported(data))
+        return "".join(
+            json.dumps({k: row[k][:MAX_MESSAGE_CHARS] for k in JOURNAL_FIELDS if k in row}, ensure_ascii=False) + "\n"
+            for row in rows
+        )
     text = data.decode("utf-8", "replace")
     return text.replace("\0", "\n") if item in ("environ", "cmdline") else text

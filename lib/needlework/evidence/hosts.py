@@ -6,20 +6,27 @@ by the plan and is quoted.
 
 from __future__ import annotations
 
+import bz2
+import collections
 import contextlib
+import gzip
+import io
+import lzma
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 
-from needlework.evidence.plan import Host
+from needlework.evidence.plan import Host, Role
 from needlework.processes import Child, output_of, stop
 
 MAX_OUTPUT_BYTES = 64 << 20
@@ -41,6 +48,19 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "stat": ("stat", "-c", "%s %Y", "--", "{path}"),
     "sha256": ("sha256sum", "--", "{path}"),
     "file": ("head", "-c", str(MAX_FILE_BYTES), "--", "{path}"),
+    "log": ("tail", "-n", "{lines}", "--", "{path}"),
+    "packed": ("head", "-c", str(MAX_OUTPUT_BYTES), "--", "{path}"),
+    "container": ("docker", "container", "inspect", "--", "{container}"),
+    "container-log": ("docker", "logs", "--timestamps", "--tail", "{lines}", "--", "{container}"),
+    "container-log-since": (
+        "docker", "logs", "--timestamps", "--tail", "{lines}", "--since", "{since}", "--", "{container}",
+    ),
+    "pod": ("kubectl", "get", "pod", "-o", "yaml", "--", "{pod}"),
+    "pod-log": ("kubectl", "logs", "--timestamps", "--tail={lines}", "--all-containers", "--prefix", "--", "{pod}"),
+    "pod-log-since": (
+        "kubectl", "logs", "--timestamps", "--tail={lines}", "--since-time={since}", "--all-containers", "--prefix",
+        "--", "{pod}",
+    ),
     "kernel": ("uname", "-sr"),
     "gpu": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"),
     "packages": ("{python}", "-m", "pip", "freeze", "--disable-pip-version-check"),
@@ -77,11 +97,40 @@ class Shell:
     Within `connected` all commands of a host share one ssh connection, unless that configuration shares one already.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, role: Role | None = None) -> None:
         self.host = host
         self.deadline = time.monotonic() + host.timeout_s
+        self._role = role
         self._sharing: list[str] = []
         self._refused: Answer | None = None
+
+    def inside(self, role: Role) -> Shell:
+        """The same commands, run in the role's container or pod."""
+        shell = Shell(self.host, role)
+        shell.deadline = self.deadline
+        return shell
+
+    def _placed(self, command: str, argv: list[str]) -> list[str]:
+        """A command as it is run where the role lives: by docker or kubectl themselves, or inside by their `exec`."""
+        role = self._role
+        if role is None:
+            return argv
+        if self.host.via == "docker":
+            where = ["--host", self.host.target] if self.host.target else []
+            inside = ["docker", *where, "exec", role.container or ""]
+        else:
+            where = [f"--context={self.host.target}"] if self.host.target else []
+            where += [f"--namespace={self.host.namespace}"] if self.host.namespace else []
+            where += [f"--request-timeout={max(1, int(self.host.timeout_s))}s"]
+            inside = [
+                "kubectl",
+                *where,
+                "exec",
+                role.pod or "",
+                *(["-c", role.container] if role.container else []),
+                "--",
+            ]
+        return [argv[0], *where, *argv[1:]] if argv[0] in ("docker", "kubectl") else [*inside, *argv]
 
     def _ssh(self, *options: str) -> list[str]:
         assert self.host.target is not None
@@ -121,10 +170,16 @@ class Shell:
         """Run one of `COMMANDS`, its slots filled in, within what is left of the host's time."""
         if command == "http" and self.host.via == "local":
             return _get(slots["url"])
-        argv = argv_of(command, **slots)
+        role = self._role
+        argv = self._placed(
+            command, argv_of(command, **slots, container=(role and role.container) or "", pod=(role and role.pod) or "")
+        )
         if self.host.via == "ssh":
             argv = [*self._ssh(*self._sharing), shlex.join(argv)]
-        return self._refused or self._run(argv)
+        answer = self._refused or self._run(argv)
+        if command.startswith("container-log"):  # what the program wrote on either of its outputs, by time
+            answer = Answer(b"\n".join(sorted(answer.data.splitlines())), answer.error, answer.missing)
+        return answer
 
     def _run(self, argv: list[str]) -> Answer:
         left_s = self.deadline - time.monotonic()
@@ -132,6 +187,8 @@ class Shell:
             return Answer(error=f"no time left (the host's {self.host.timeout_s:g} s are used up)")
         try:
             done = output_of(argv, timeout_s=left_s, limit_bytes=MAX_OUTPUT_BYTES)
+            if argv[0] == "docker" and "logs" in argv and done.returncode == 0:
+                done.stdout += done.stderr
         except FileNotFoundError:
             return Answer(error=f"{argv[0]} is not installed", missing=True)
         except subprocess.TimeoutExpired:
@@ -177,6 +234,30 @@ def _unreached(said: str) -> Answer:
     return Answer(error=f"ssh could not connect: {said.strip()[:300] or 'no reason given'}")
 
 
+def unpacked(answer: Answer, lines: int) -> Answer:
+    """The last lines of a log that came compressed, whatever it unpacks to."""
+    opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(answer.data[:2])
+    if answer.error or opener is None:
+        return answer
+    try:
+        with opener(io.BytesIO(answer.data)) as handle:
+            return Answer(last_lines(handle, lines))
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        return Answer(error=f"the compressed log is damaged or was cut ({type(error).__name__})")
+
+
+def last_lines(handle: IO[bytes], lines: int) -> bytes:
+    """The last lines of a file of any size, in bounded memory: of an endless line only what fits."""
+    kept: collections.deque[bytes] = collections.deque(maxlen=lines)
+    size = 0
+    while line := handle.readline(1 << 16):
+        size += len(line) - (len(kept[0]) if len(kept) == lines else 0)
+        kept.append(line)
+        while size > MAX_OUTPUT_BYTES:
+            size -= len(kept.popleft())
+    return b"".join(kept)
+
+
 class Folder:
     """The same questions answered from a saved tree: absolute paths below the folder, journals read by journalctl.
 
@@ -206,12 +287,12 @@ class Folder:
         handler = getattr(self, "_" + command.replace("-", "_"), None)
         return handler(**slots) if handler else Answer(error="not in a saved folder", missing=True)
 
-    def _read(self, path: str) -> Answer:
+    def _read(self, path: str, limit_bytes: int = MAX_FILE_BYTES) -> Answer:
         real = self._inside(path)
         if real is None:
             return Answer(error="No such file or directory", missing=True)
         with real.open("rb") as handle:
-            return Answer(handle.read(MAX_FILE_BYTES))
+            return Answer(handle.read(limit_bytes))
 
     def _unit_files(self, unit: str) -> list[str]:
         for folder in self.UNIT_FOLDERS:
@@ -242,12 +323,9 @@ class Folder:
         )
 
     def _journal(self, unit: str, lines: str, since: str | None = None) -> Answer:
-        exported = self._inside(f"var/log/journal/{unit}.jsonl")
-        if exported:
-            with exported.open("rb") as handle:
-                handle.seek(max(0, exported.stat().st_size - MAX_OUTPUT_BYTES))
-                rows = handle.read(MAX_OUTPUT_BYTES).splitlines()[-int(lines) :]
-            return Answer(b"\n".join(rows) + b"\n")
+        for name in (f"var/log/journal/{unit}.jsonl", f"var/log/journal/{unit}.json"):
+            if self._inside(name):
+                return self._log(name, lines)
         journals = [
             path
             for path in sorted((self.root / "var/log/journal").rglob("*.journal"))
@@ -277,6 +355,17 @@ class Folder:
 
     def _file(self, path: str) -> Answer:
         return self._read(path)
+
+    def _log(self, path: str, lines: str) -> Answer:
+        real = self._inside(path)
+        if real is None:
+            return Answer(error="No such file or directory", missing=True)
+        with real.open("rb") as handle:
+            handle.seek(max(0, real.stat().st_size - MAX_OUTPUT_BYTES))
+            return Answer(last_lines(handle, int(lines)))
+
+    def _packed(self, path: str) -> Answer:
+        return self._read(path, MAX_OUTPUT_BYTES)
 
     def _stat(self, path: str) -> Answer:
         real = self._inside(path)

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROLES = ("prefill", "decode", "router", "combined")
-VIA = ("local", "ssh", "folder")
+VIA = ("local", "ssh", "folder", "docker", "kubectl")
 MAX_LOG_LINES = 200_000
 # What may stand in a command: it is quoted as well, but a strange name is more likely a mistake than a wish.
 UNIT_NAME = re.compile(r"(?!-)[A-Za-z0-9:_.@\\-]{1,255}")
 SSH_TARGET = re.compile(r"(?!-)(?:[A-Za-z0-9._-]{1,64}@)?(?!-)[A-Za-z0-9._-]{1,255}")
+OBJECT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
+PLACE = re.compile(r"[A-Za-z0-9][\w.:/@+-]{0,255}")
 SINCE = re.compile(r"(?!-)[\w :.,+-]{1,60}")
 PLAN_NAME = re.compile(r"[\w .,()+-]{1,100}")
 # A plan is written by hand: more than these is a mistake, and would hold a reader up for hours.
@@ -21,17 +23,22 @@ MAX_HOSTS, MAX_ROLES, MAX_FILES, MAX_PATH_CHARS, MAX_PLAN_BYTES = 500, 16, 200, 
 
 @dataclass(frozen=True)
 class Role:
-    """One service on one host. `endpoint` is its base URL as seen from that host; `files` are absolute paths."""
+    """One service on one host. `endpoint` is its base URL as seen from that host; `files` and `logs` are absolute paths
+    there. A container runs under docker, or in a pod of Kubernetes."""
 
     role: str
     unit: str | None = None
     endpoint: str | None = None
     files: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
+    container: str | None = None
+    pod: str | None = None
 
 
 @dataclass(frozen=True)
 class Host:
-    """One machine: this one, one reached by the system's ssh, or a folder saved earlier (a tree of its files)."""
+    """One machine: this one, one reached by the system's ssh, a folder saved earlier (a tree of its files), or the
+    containers and pods that docker (`target`: its host) and kubectl (`target`: a context) reach from here."""
 
     name: str
     via: str
@@ -39,6 +46,7 @@ class Host:
     folder: Path | None = None
     timeout_s: float = 60.0
     roles: tuple[Role, ...] = ()
+    namespace: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,17 @@ def _host(entry: dict, number: int, path: Path) -> Host:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must be a table")
     _take(
-        entry, {"name": str, "via": str, "target": str, "folder": str, "timeout_s": (int, float), "roles": list}, where
+        entry,
+        {
+            "name": str,
+            "via": str,
+            "target": str,
+            "folder": str,
+            "namespace": str,
+            "timeout_s": (int, float),
+            "roles": list,
+        },
+        where,
     )
     name, via = entry.get("name", f"host-{number}"), entry.get("via", "local")
     if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) or name.startswith("."):
@@ -119,6 +137,11 @@ def _host(entry: dict, number: int, path: Path) -> Host:
     target, folder = entry.get("target"), entry.get("folder")
     if via == "ssh" and not SSH_TARGET.fullmatch(target or ""):
         raise ValueError(f"{where}: via = 'ssh' needs target, a host or alias of your ssh configuration")
+    if via in ("docker", "kubectl") and target is not None and not PLACE.fullmatch(target):
+        raise ValueError(f"{where}: target is not {'a docker host' if via == 'docker' else 'a context of kubectl'}")
+    namespace = entry.get("namespace")
+    if namespace is not None and not (via == "kubectl" and OBJECT_NAME.fullmatch(namespace)):
+        raise ValueError(f"{where}: namespace must be a Kubernetes namespace, with via = 'kubectl'")
     if via == "folder" and not folder:
         raise ValueError(f"{where}: via = 'folder' needs folder, a tree of files saved from that host")
     if folder and ("\0" in folder or len(folder) > MAX_PATH_CHARS):
@@ -129,29 +152,40 @@ def _host(entry: dict, number: int, path: Path) -> Host:
     if len(entry.get("roles", [])) > MAX_ROLES:
         raise ValueError(f"{where}: has {len(entry['roles']):,} roles; at most {MAX_ROLES} are asked on one host")
     roles = tuple(_role(role, f"{where} role {n}") for n, role in enumerate(entry.get("roles", []), 1))
+    need = {"docker": "container", "kubectl": "pod"}.get(via)
+    if need and not all(getattr(role, need) for role in roles):
+        raise ValueError(f"{where}: via = {via!r} needs a {need} in each role")
+    if via not in ("docker", "kubectl") and any(role.container or role.pod for role in roles):
+        raise ValueError(f"{where}: a container or pod needs via = 'docker' or 'kubectl'")
     if len({role.role for role in roles}) != len(roles):
         raise ValueError(f"{where}: a role is named twice; name the host twice, with one of the two in each")
     if not roles:
         raise ValueError(f"{where}: names no roles; add [[hosts.roles]] with role = one of {', '.join(ROLES)}")
-    return Host(name, via, target, (path.parent / folder) if folder else None, timeout_s, roles)
+    return Host(name, via, target, (path.parent / folder) if folder else None, timeout_s, roles, namespace)
 
 
 def _role(entry: dict, where: str) -> Role:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must be a table")
-    _take(entry, {"role": str, "unit": str, "endpoint": str, "files": list}, where)
-    role, unit, endpoint, files = (entry.get(key) for key in ("role", "unit", "endpoint", "files"))
+    kinds = {"role": str, "unit": str, "endpoint": str, "files": list, "logs": list, "container": str, "pod": str}
+    _take(entry, kinds, where)
+    role, unit, endpoint, container, pod = (entry.get(key) for key in ("role", "unit", "endpoint", "container", "pod"))
     if role not in ROLES:
         raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
     if unit is not None and not UNIT_NAME.fullmatch(unit):
         raise ValueError(f"{where}: unit is not a systemd unit name")
     if endpoint is not None and not re.fullmatch(r"https?://[^\s'\"\\\x00-\x1f]{1,500}", endpoint):
         raise ValueError(f"{where}: endpoint must be an http:// or https:// URL")
-    if len(files or []) > MAX_FILES:
-        raise ValueError(f"{where}: names {len(files or []):,} files; at most {MAX_FILES} are read")
-    for file in files or []:
+    for key, value in (("container", container), ("pod", pod)):
+        if value is not None and not OBJECT_NAME.fullmatch(value):
+            raise ValueError(f"{where}: {key} is not the name of one")
+    files = [*entry.get("files", []), *entry.get("logs", [])]
+    if len(files) > MAX_FILES:
+        raise ValueError(f"{where}: names {len(files):,} files; at most {MAX_FILES} are read")
+    for file in files:
         if not isinstance(file, str) or not file.startswith("/") or len(file) > MAX_PATH_CHARS:
             raise ValueError(f"{where}: files must be absolute paths")
         if re.search(r"[\x00-\x1f]", file) or ".." in file.split("/") or file.startswith("/dev/"):
             raise ValueError(f"{where}: files must be plain paths without '..', control characters or devices")
-    return Role(role, unit, endpoint.rstrip("/") if endpoint else None, tuple(files or ()))
+    named = tuple(entry.get("files", [])), tuple(entry.get("logs", []))
+    return Role(role, unit, endpoint.rstrip("/") if endpoint else None, *named, container, pod)
