@@ -1,6 +1,7 @@
 """Settings as people write them: units, scripts, KEY=value, compose, Kubernetes, Helm, KServe, Ray, Dynamo, options
 files, JSON in an argument, and what engines print of themselves."""
 
+import pandas as pd
 import pytest
 from needlework.evidence import compare_roles, effective
 from needlework.evidence.settings import (
@@ -272,3 +273,17 @@ def test_one_table_of_names():
     assert ours("--block-size") == "page" and setting("--block-size") == setting("page_size") == "page_size"
     assert setting("VLLM_BLOCK_SIZE") == "VLLM_BLOCK_SIZE" and setting("--brand-new") == "brand_new"
     assert all(ours(setting(name)) == size for size, names in SIZES.items() for name in names)
+
+
+def test_a_stopped_combined_server_that_states_little_is_no_difference():
+    rows = [
+        ("prefill", "page_size", "64"),
+        ("decode", "page_size", "64"),
+        ("prefill", "tp_size", "8"),
+        ("decode", "tp_size", "8"),
+    ]
+    rows += [("combined", "page_size", "16"), ("combined", "geometry", "x")]
+    table = pd.DataFrame(
+        [(role, "h", key, value) for role, key, value in rows], columns=["role", "host", "setting", "value"]
+    )
+    assert compare_roles(table)["setting"].tolist() == ["page_size"]

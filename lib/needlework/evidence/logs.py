@@ -90,7 +90,7 @@ def engines_of(messages: Iterable[str]) -> tuple[str, ...]:
     """The engines whose signs stand in log lines, the most frequent first."""
     signs = _words()[1]
     seen = Counter(name for text in messages for name, sign in signs.items() if sign.search(text))
-    return tuple(name for name, _ in seen.most_common())
+    return tuple(sorted(seen, key=lambda name: (name == "server", -seen[name])))  # what any engine writes comes last
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------

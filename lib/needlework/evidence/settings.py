@@ -412,7 +412,8 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
     """Settings whose value differs between roles, those that can lose context first.
 
     Columns: setting, one per role (empty = not set anywhere we looked; where hosts of a role differ, their values with
-    "|" between), weight ("decisive", "kernel switch", "other", "by role" for what differs on purpose).
+    "|" between; a combined server is held against the pair in what it states), weight ("decisive", "kernel switch",
+    "other", "by role" for what differs on purpose).
     """
     import pandas as pd
 
@@ -425,7 +426,10 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
         .agg(lambda v: " | ".join(dict.fromkeys(v)))
     )
     wide = said.unstack("role").reindex(columns=roles).fillna("")
-    differing = wide[wide.nunique(axis=1) > 1].reset_index()
+    pair = wide[[role for role in roles if role != "combined"]]
+    alone = wide["combined"] if "combined" in wide else pair.iloc[:, 0]
+    unlike = (alone != "") & (pair != "").any(axis=1) & pair.ne(alone, axis=0).any(axis=1)  # it may state little
+    differing = wide[(pair.nunique(axis=1) > 1) | unlike].reset_index()
 
     def weigh(key: str) -> tuple[int, int]:
         if key in DECISIVE or DECISIVE_VARIABLE.search(key):
