@@ -59,21 +59,24 @@ def run(argv: list[str]) -> int:
         )
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
-    failed = [d.name for d in results if d.error]
-    if failed:
-        print(f"needlework run: {len(failed)} of {len(results)} notebooks failed: {', '.join(failed)}", file=sys.stderr)
-        return 1
-    if options.record and (plan.bundle / "digests.json").is_file():
+    if options.record and not any(d.error for d in results) and (plan.bundle / "digests.json").is_file():
         Bundle(plan.bundle).seal()
     if not options.no_report:
-        page = report.build(plan)
-        seconds = time.perf_counter() - began
-        print(f"{page.relative_to(root)}  {page.stat().st_size / 1e6:.1f} MB  ({seconds:.0f} s in all)")
+        try:
+            page = report.build(plan)
+            seconds = time.perf_counter() - began
+            print(f"{page.relative_to(root)}  {page.stat().st_size / 1e6:.1f} MB  ({seconds:.0f} s in all)")
+        except report.ReportError as error:
+            if not any(d.error for d in results):
+                raise
+            print(f"needlework run: {error}", file=sys.stderr)
+    n = len(results)
     if skipped := [d.name for d in results if d.cannot]:
-        told = f"{len(skipped)} of {len(results)} notebooks have no answer for this target: {', '.join(skipped)}"
+        told = f"{len(skipped)} of {n} notebooks have no answer for this target: {', '.join(skipped)}"
         print(f"needlework run: {told}", file=sys.stderr)
-        return NO_ANSWER
-    return 0
+    if failed := [d.name for d in results if d.error]:
+        print(f"needlework run: {len(failed)} of {n} notebooks failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else NO_ANSWER if skipped else 0
 
 
 def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:

@@ -20,7 +20,8 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Origin:
-    """Where one notebook's figures come from: `word` is "live", "recorded" or "computed"; `text` is one sentence."""
+    """Where one notebook's figures come from: `word` is "live", "recorded", "computed" or "failed"; `text` is one
+    sentence."""
 
     word: str
     text: str
@@ -28,6 +29,8 @@ class Origin:
 
 def origin(mark: Mapping[str, Any]) -> Origin | None:
     """The origin by a notebook's stamp. None when it has none, or one that does not say what was measured live."""
+    if "failed" in mark:
+        return Origin("failed", f"This notebook did not come to its end: it {mark['failed']}")
     if "live" not in mark:
         return None
     live, data = list(mark["live"]), list(mark.get("data", {}))
@@ -40,10 +43,8 @@ def origin(mark: Mapping[str, Any]) -> Origin | None:
     read = "; ".join(", ".join(sorted(parts)) + owner for owner, parts in sorted(found.items(), reverse=True))
     if live:
         also = f" It also reads {read}." if read else ""
-        return Origin(
-            "live",
-            f"Measured live on {' and '.join(KINDS.get(kind, kind) for kind in live)} when this was executed.{also}",
-        )
+        where = " and ".join(KINDS.get(str(kind), "a live target") for kind in live)
+        return Origin("live", f"Measured live on {where} when this was executed.{also}")
     if any(found.values()) and set(found) != {""}:
         return Origin("recorded", f"Read from {read}; nothing was sent.")
     also = f", beside recorded {read}" if read else ""
@@ -56,6 +57,7 @@ def overview(origins: Mapping[str, Origin | None]) -> str:
         ("live", "Measured live"),
         ("recorded", "Read from recordings"),
         ("computed", "Computed without a deployment"),
+        ("failed", "Did not come to its end"),
     )
     parts = []
     for word, phrase in words:

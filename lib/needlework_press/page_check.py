@@ -13,37 +13,16 @@ MAX_BYTES = 5_000_000
 
 class _Reader(HTMLParser):
     FORBIDDEN = frozenset(
-        (
-            "script",
-            "iframe",
-            "frame",
-            "object",
-            "embed",
-            "base",
-            "applet",
-            "form",
-            "audio",
-            "video",
-            "source",
-            "track",
-            "portal",
+        re.findall(
+            r"\w+",
+            "script iframe frame frameset object embed base applet form audio video source track portal template "
+            "textarea plaintext xmp noscript noembed noframes",
         )
     )
     FETCHING = frozenset(
-        (
-            "src",
-            "srcset",
-            "poster",
-            "data",
-            "background",
-            "action",
-            "formaction",
-            "xlink:href",
-            "manifest",
-            "ping",
-            "imagesrcset",
-        )
+        re.findall(r"\S+", "src srcset poster data background action formaction xlink:href manifest ping imagesrcset")
     )
+    VOID = frozenset(re.findall(r"\w+", "area br col hr img input link meta wbr"))  # they have no end tag
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -51,10 +30,13 @@ class _Reader(HTMLParser):
         self.ids: set[str] = set()
         self.headings: list[str] = []
         self.landmarks: list[str] = []
+        self.open: list[str] = []
         self._within: str | None = None
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {k: v or "" for k, v in attrs}
+        if tag not in self.VOID:
+            self.open.append(tag)
         if tag in self.FORBIDDEN:
             self.found.append(f"a <{tag}> element")
         for name, value in values.items():
@@ -83,7 +65,22 @@ class _Reader(HTMLParser):
         if tag in ("main", "nav", "header"):
             self.landmarks.append(tag)
 
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+
+    def handle_comment(self, data: str) -> None:
+        self.found.append("a comment, which may hide what follows it")
+
+    def unknown_decl(self, data: str) -> None:
+        self.handle_comment(data)
+
+    handle_pi = unknown_decl
+
     def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.found.append(f"an end </{tag[:20]}> of something else: what follows would stand elsewhere")
         if tag == self._within:
             self._within = None
 
@@ -94,13 +91,12 @@ class _Reader(HTMLParser):
             self.headings[-1] += data
 
     def _css(self, text: str) -> None:
-        plain = re.sub(r"/\*.*?\*/|\s|\\", "", text, flags=re.S).lower()
-        if (
-            "@import" in plain
-            or re.search(r"url\((?![\"']?(?:data:|#))", plain)
-            or "expression(" in plain
-            or "image-set(" in plain
-        ):
+        # an escape may stand for a letter of a name, never for the bracket that makes it a function
+        read = re.sub(
+            r"\\([0-9a-fA-F]{1,6})\s?", lambda m: c if (c := chr(int(m[1], 16) % 0x10FFFF)).isalpha() else "", text
+        )
+        plain = re.sub(r"/\*.*?\*/|\s|\\", "", read, flags=re.S).lower()
+        if re.search(r"@import|url\((?![\"']?(?:data:|#))|expression\(|image-set\(", plain):
             self.found.append("a style that fetches something")
 
     def _alt(self, alt: str | None) -> None:
@@ -108,6 +104,11 @@ class _Reader(HTMLParser):
             figures.check_alt(alt or "")
         except ValueError as error:
             self.found.append(f"a picture without useful alt text ({error})")
+
+
+def _letter(escape: re.Match[str]) -> str:
+    meant = chr(int(escape[1], 16) % 0x10FFFF)
+    return meant if meant.isalpha() else ""
 
 
 def problems(text: str, stems: Sequence[str] = ()) -> list[str]:

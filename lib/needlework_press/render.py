@@ -14,7 +14,7 @@ import latex2mathml.converter
 import pygments
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
-from needlework.serving.scrub import strip_ansi
+from needlework.serving.scrub import visible
 from needlework.workbook import figures, tables
 from needlework.workbook.explorers import MARK
 from pygments.formatters import HtmlFormatter
@@ -28,6 +28,7 @@ MAX_TEXT = 20_000
 _NOTEBOOK_LINK = re.compile(r"(?:\./|\.\./|notebooks/)*(\d\d)_\w+\.(?:ipynb|py)(?:#.*)?$")
 _FORMATTER = HtmlFormatter(nowrap=True)
 STYLES = ("default", "github-dark")  # of code, on light and on dark
+_REFERENCE = re.compile(r"&#(?:\d{1,7}|[xX][0-9a-fA-F]{1,6});?|&[a-zA-Z]{2,30};")
 _PICTURE = re.compile(r'<img src="(data:image/(?:svg\+xml|png);base64,([^"]*)")')
 
 
@@ -79,7 +80,7 @@ def markdown(text: str, prefix: str, *, trusted: bool) -> tuple[str, list[tuple[
     """Markdown as HTML and its headings (level, text). Raw HTML passes only when trusted: the notebook's own cells,
     never an output."""
     renderer = Renderer(prefix, escape=not trusted)
-    return str(MarkdownWithMath(renderer=renderer).render(text)), renderer.headings
+    return str(MarkdownWithMath(renderer=renderer).render(visible(text))), renderer.headings
 
 
 def code(source: str) -> str:
@@ -88,7 +89,7 @@ def code(source: str) -> str:
         x for x in source.splitlines() if x.strip() and not x.startswith(("import ", "from ", "#"))
     ] or source.splitlines()
     first = tables.escape(lines[0] if lines else "", 80)
-    tokens = PythonLexer().get_tokens(strip_ansi(source))
+    tokens = PythonLexer().get_tokens(visible(source))
     body = pygments.format(((Token if _colourless(kind, text) else kind, text) for kind, text in tokens), _FORMATTER)
     return (
         f'<details class="code"><summary><span>Code</span> <code>{first}</code></summary>'
@@ -115,7 +116,10 @@ def lazy(body: str) -> str:
 
 def _size(packed: str) -> str:
     """width and height in pixels of a picture in base64, as attributes; nothing when its head does not tell."""
-    head = base64.b64decode(packed[:1600])
+    try:
+        head = base64.b64decode(packed[:1600])
+    except ValueError:
+        return ""
     if head[:8] == b"\x89PNG\r\n\x1a\n":
         width, height = struct.unpack(">II", head[16:24])
     elif found := re.search(rb"<svg\b[^>]*", head):
@@ -139,8 +143,9 @@ def output(out: NotebookNode, prefix: str, what: str) -> str:
     if mime is None:
         return ""
     value = "".join(data[mime]) if isinstance(data[mime], list) else data[mime]
-    value = value if mime.startswith("image/") else strip_ansi(value)
+    value = value if mime.startswith("image/") else visible(value)
     if mime == "text/html":
+        value = _REFERENCE.sub(lambda m: m[0] if visible(c := html.unescape(m[0])) == c else "\ufffd", value)
         value = re.sub(rf"\b{MARK}([0-9a-f]{{8}})", rf"{MARK}{prefix}-\1", value)
         value = re.sub(r"\bT_([0-9a-f]{8})", rf"T_{prefix}-\1", value)  # two notebooks may show the same table
         wide = f' tabindex="0" role="region" aria-label="{html.escape(what)}"' if "<table" in value else ""
@@ -154,7 +159,7 @@ def output(out: NotebookNode, prefix: str, what: str) -> str:
 
 
 def _text(text: str) -> str:
-    text = strip_ansi(text)
+    text = visible(text)
     cut = f"\n… {len(text) - MAX_TEXT:,} more characters" if len(text) > MAX_TEXT else ""
     return f'<pre class="out">{html.escape(text[:MAX_TEXT] + cut)}</pre>'
 

@@ -15,10 +15,12 @@ import nbformat
 from nbformat import NotebookNode
 from needlework.evidence import incidents
 from needlework.processes import output_of
+from needlework.serving import target
+from needlework.serving.scrub import plain
 from needlework.workbook import tables, verdict
 from needlework.workbook.machine import browser
 
-from needlework_press import origin, render, runner
+from needlework_press import origin, render, runner, writer
 from needlework_press.page_check import problems
 
 # also for the browser tests: no sandbox for containers, nothing in the background
@@ -45,18 +47,20 @@ def build(plan: runner.Plan) -> Path:
     `problems`.
     """
     twins = runner.choose(plan.notebooks, plan.root)
-    notebooks = [(t.stem, nbformat.read(plan.output(t), as_version=4)) for t in twins if plan.output(t).is_file()]
-    if not notebooks:
+    executed = {twin: path for twin in twins if (path := plan.executed(twin)) is not None}
+    if not executed:
         raise ReportError("no notebook is executed yet; run `needlework run` first")
-    missing = [t.stem for t in twins if not plan.output(t).is_file()]
+    notebooks = [(twin.stem, _read(path)) for twin, path in executed.items()]
     bundle = incidents.incident(plan.incident) if plan.incident in incidents.names() else None
+    own = plan.default or plan.kind == "recorded"  # the incident is what was examined, not another deployment
+    found = _summary(notebooks, bundle if own else None)
     text = page(
         notebooks,
-        title=bundle.title if bundle else plan.incident,
-        subtitle=_subtitle(plan, bundle),
-        found=_summary(notebooks, bundle),
-        missing=missing,
-        kind=plan.kind,
+        title=(bundle.title if bundle else plan.incident) if own else _headline(plan, found),
+        subtitle=_subtitle(plan, notebooks, own),
+        found=found,
+        missing=[twin.stem for twin in twins if twin not in executed],
+        foreign="" if own else plan.incident,
     )
     wrong = problems(text, [stem for stem, _ in notebooks])
     if wrong:
@@ -69,13 +73,33 @@ def build(plan: runner.Plan) -> Path:
     return path
 
 
-def _subtitle(plan: runner.Plan, bundle: incidents.Incident | None) -> str:
-    words = {
-        "lab": "measured on the deployment in a box, beside recordings",
-        "vllm": "measured on vLLM on this machine",
-        "recorded": "rebuilt from recordings, nothing was sent",
-    }
-    return f"Incident {plan.incident}, {words.get(plan.kind, 'measured on a live endpoint')}"
+def _read(path: Path) -> NotebookNode:
+    try:
+        nb = nbformat.read(path, as_version=4)
+        nbformat.validate(nb)
+    except (ValueError, AttributeError, TypeError, KeyError, nbformat.ValidationError) as error:
+        raise ReportError(f"{path.name} is not a valid notebook ({type(error).__name__}); execute it again") from None
+    return nb
+
+
+def _headline(plan: runner.Plan, found: verdict.Summary | None) -> str:
+    """What was examined and the first sentence of the verdict on it."""
+    arms = len(target.split_arms(plan.target or ""))
+    where = {
+        "lab": f"The deployment in a box ({plan.target})",
+        "vllm": "vLLM on this machine",
+        "http": f"{arms} live endpoints" if arms > 1 else "A live endpoint",
+    }.get(plan.kind, plan.kind)
+    return f"{where}: {found.verdict.split('. ')[0].strip().rstrip('.') if found else 'no verdict'}"
+
+
+def _subtitle(plan: runner.Plan, notebooks: Sequence[tuple[str, NotebookNode]], own: bool) -> str:
+    days = sorted({str(day) for _, nb in notebooks if (day := writer.stamp_of(nb).get("when"))})
+    if own:
+        words = {"lab": "measured on the deployment in a box, beside recordings"}
+        return f"Incident {plan.incident}, {words.get(plan.kind, 'rebuilt from recordings, nothing was sent')}"
+    when = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "Measured live"
+    return f"{when}; what is marked recorded belongs to incident {plan.incident}, not to this deployment"
 
 
 def _summary(
@@ -101,12 +125,12 @@ def page(
     subtitle: str,
     found: verdict.Summary | None,
     missing: Sequence[str] = (),
-    kind: str = "lab",
+    foreign: str = "",
 ) -> str:
-    """The report as text. notebooks: (stem, executed notebook) in reading order; missing: stems that were not
-    executed; kind: the target that they were executed on."""
+    """The report as text. notebooks: (stem, executed notebook) in reading order; missing: stems that were not executed;
+    foreign: the incident to which what is recorded belongs, where another deployment was examined."""
     entries, sections = [], []
-    origins = {stem[:2]: origin.origin(nb.metadata.get("needlework", {})) for stem, nb in notebooks}
+    origins = {stem[:2]: origin.origin(writer.stamp_of(nb)) for stem, nb in notebooks}
     for stem, nb in notebooks:
         number = stem[:2]
         name, question, body = render.notebook(nb, number)
@@ -115,6 +139,9 @@ def page(
         source = origins[number]
         mark = f'<span class="origin {source.word}">{source.word}</span>' if source else ""
         where = f'<p class="from">{mark} {tables.escape(source.text, 300)}</p>' if source else ""
+        if foreign and source and source.word == "recorded":
+            told = tables.escape(f"Of incident {foreign}, not of this deployment", 120)
+            body = f'<details class="foreign"><summary>{told}</summary>{body}</details>'
         entries.append(
             f'<li><a href="#nb{number}">{heading}</a> {mark}<small>{tables.escape(question, 160)}</small></li>'
         )
@@ -124,6 +151,7 @@ def page(
             f"{body}{_stamp(nb, stem)}</section>"
         )
     css = resources.files("needlework_press").joinpath("page.css").read_text("utf-8") + render.code_css()
+    css += f"@page{{@top-left{{content:{_css_text(f'{title[:100]} · Needlework')}}}}}"
     name = tables.escape(title, 120)
     half = _half_page(found, origin.overview(origins))
     lacking = f"<p>Not executed: {tables.escape(', '.join(missing), 400)}</p>" if missing else ""
@@ -135,10 +163,16 @@ def page(
         '<a class="skip" href="#main">Skip to the report</a>'
         f"<header><h1>{name}</h1><p>{tables.escape(subtitle, 200)}</p></header>"
         f'<main class="frame" id="main" tabindex="-1">{half}'
-        '<nav class="contents" aria-label="Contents"><strong>Contents</strong>'
-        f"<ol>{''.join(entries)}</ol>{lacking}</nav>"
-        f'<div class="notebooks">{"".join(sections)}</div></main></body></html>\n'
+        '<nav class="contents" id="contents" aria-label="Contents"><strong>Contents</strong>'
+        f'<ol><li><a href="#summary">Summary</a></li>{"".join(entries)}</ol>{lacking}</nav>'
+        f'<div class="notebooks">{"".join(sections)}</div></main>'
+        '<a class="up" href="#contents">Contents</a></body></html>\n'
     )
+
+
+def _css_text(text: str) -> str:
+    """A text as a CSS string in which nothing but letters and digits stands for itself."""
+    return '"' + "".join(c if c.isalnum() or c == " " else f"\\{ord(c):x} " for c in plain(text)) + '"'
 
 
 def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
@@ -149,12 +183,15 @@ def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
         rows = [*found.rows(), *([("Live or recorded", said)] if said else [])]
         body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>"
     return (
-        f'<section class="summary" aria-labelledby="summary-title"><h2 id="summary-title">Summary</h2>{body}</section>'
+        '<section class="summary" id="summary" aria-labelledby="summary-title">'
+        f'<h2 id="summary-title">Summary</h2>{body}</section>'
     )
 
 
 def _stamp(nb: NotebookNode, stem: str) -> str:
-    mark = nb.metadata.get("needlework", {})
+    mark = writer.stamp_of(nb)
+    if "source" not in mark:
+        return ""
     versions = ", ".join(f"{n} {v}" for n, v in mark.get("versions", {}).items())
     data = "".join(
         f"<li><code>{tables.escape(n, 120)}</code> {tables.escape(d, 16)}</li>" for n, d in mark.get("data", {}).items()
@@ -162,7 +199,7 @@ def _stamp(nb: NotebookNode, stem: str) -> str:
     listing = f"<p>Data read:</p><ul>{data}</ul>" if data else "<p>No recorded data was read.</p>"
     return (
         f'<details class="stamp"><summary>What notebook {tables.escape(stem)} rests on</summary>'
-        f"<p>Source {tables.escape(mark.get('source', 'unknown'), 16)}; {tables.escape(versions, 400)}.</p>"
+        f"<p>Source {tables.escape(mark['source'], 16)}; {tables.escape(versions, 400)}.</p>"
         f"{listing}</details>"
     )
 

@@ -28,7 +28,7 @@ from needlework.evidence import incidents
 from needlework.probes.bench.journal import UNFINISHED
 from needlework.probes.bench.trial import PromptTooLong
 from needlework.serving import target as targets
-from needlework.serving.scrub import plain, strip_ansi
+from needlework.serving.scrub import plain, scrub, strip_ansi
 from needlework.workbook import cannot
 
 from needlework_press import writer
@@ -194,13 +194,32 @@ def _ended(cell: NotebookNode, root: Path) -> str:
     """The sentence of a cell that raised one of UNANSWERED, which it shows from now on instead of the error."""
     raised = next(o for o in cell.outputs if o.output_type == "error")
     sentence = plain(writer.scrub(raised.evalue, root), 600)
+    _show_instead(cell, raised, "Not for this target", sentence)
+    return sentence
+
+
+def _show_instead(cell: NotebookNode, raised: NotebookNode, what: str, sentence: str) -> None:
     shown = {
-        "text/html": f"<p><strong>Not for this target.</strong> {html.escape(sentence)}</p>",
-        "text/plain": f"Not for this target: {sentence}",
+        "text/html": f"<p><strong>{what}.</strong> {html.escape(sentence)}</p>",
+        "text/plain": f"{what}: {sentence}",
     }
     cell.outputs = [o for o in cell.outputs if o is not raised]
     cell.outputs.append(nbformat.v4.new_output("display_data", data=shown))
-    return sentence
+
+
+def failed_notebook(twin: Path, failure: NotebookFailed, root: Path) -> NotebookNode:
+    """What a failed notebook had shown until then, the error as a sentence without keys and addresses, and a stamp that
+    says why: its section of the report."""
+    nb = writer.read_twin(twin) if failure.notebook is None else failure.notebook
+    for cell in nb.cells:
+        for raised in [o for o in cell.get("outputs", ()) if o.output_type == "error"]:
+            sentence = scrub(writer.scrub(f"{raised.ename}: {raised.evalue}", root), limit=600)
+            _show_instead(cell, raised, "This notebook ended here", sentence)
+    reason = scrub(" ".join(str(failure).removeprefix(twin.stem).split()), limit=600)
+    try:
+        return writer.canonical(nb, {"failed": reason}, root)
+    except writer.TwinError:  # one of its outputs cannot be kept
+        return writer.canonical(writer.read_twin(twin), {"failed": reason}, root)
 
 
 def _cell_error(nb: NotebookNode, error: CellExecutionError, root: Path) -> str:
@@ -271,6 +290,14 @@ class Plan:
     def output(self, twin: Path) -> Path:
         return writer.notebook_path(twin) if self.default else self.root / "build" / self.place / f"{twin.stem}.ipynb"
 
+    def failed(self, twin: Path) -> Path:
+        """Where a notebook that failed lies, beside the last one that came to its end, until it does so again."""
+        return self.root / "build" / self.place / f"{twin.stem}.failed.ipynb"
+
+    def executed(self, twin: Path) -> Path | None:
+        """What the last run made of it: the notebook, failed or not; None when there was none."""
+        return next((path for path in (self.failed(twin), self.output(twin)) if path.is_file()), None)
+
     def parameters(self, twin: Path) -> dict[str, Any]:
         """What is set after the notebook's `parameters` cell; nothing for the default incident and target."""
         if self.default:
@@ -334,7 +361,8 @@ async def run_all(
     async def one(twin: Path) -> Done:
         async with gate:
             output = plan.output(twin)
-            if not everything and writer.why_stale(output, twin, plan.root) is None:
+            failed = plan.failed(twin)
+            if not everything and not failed.is_file() and writer.why_stale(output, twin, plan.root) is None:
                 done = Done(twin.stem, cannot=_reason(output))
                 tell(str(done))
                 return done
@@ -348,13 +376,16 @@ async def run_all(
                     environment=plan.environment(twin),
                     timeout_s=timeout_s,
                 )
-                output.parent.mkdir(parents=True, exist_ok=True)
+                if not plan.repeatable:
+                    nb.metadata["needlework"]["when"] = time.strftime("%Y-%m-%d")
                 _replace(output, writer.dumps(nb))
+                failed.unlink(missing_ok=True)
                 reason = nb.metadata["needlework"].get("cannot", "")
                 if plan.record and plan.unfinished(twin).is_dir():
                     os.replace(plan.unfinished(twin), plan.recording(twin))
             except NotebookFailed as failure:
                 error = str(failure)
+                _replace(failed, writer.dumps(failed_notebook(twin, failure, plan.root)))
             done = Done(twin.stem, time.perf_counter() - began, True, error, reason)
             tell(str(done) + (f"\n{error}" if error else ""))
             return done
@@ -374,11 +405,12 @@ async def run_all(
 
 def _reason(output: Path) -> str:
     """Why an executed notebook has no answer for its target, or ""."""
-    return str(nbformat.read(output, as_version=4).metadata.get("needlework", {}).get("cannot", ""))
+    return str(writer.stamp_of(nbformat.read(output, as_version=4)).get("cannot", ""))
 
 
 def _replace(path: Path, text: str) -> None:
     """Write through a neighbour file, so that a stopped run leaves the old notebook whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_suffix(".ipynb.part")
     beside.write_text(text, "utf-8")
     os.replace(beside, path)

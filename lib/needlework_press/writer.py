@@ -185,6 +185,15 @@ def stamp(twin: Path, used: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def stamp_of(nb: NotebookNode) -> dict[str, Any]:
+    """A notebook's stamp; empty when it has none, or one that `stamp` did not make: anybody may have sent it."""
+    mark = nb.metadata.get("needlework")
+    kinds = {"source": str, "data": dict, "library": dict, "versions": dict, "live": list, "cannot": str, "failed": str}
+    if not isinstance(mark, dict) or not all(isinstance(mark.get(k, kind()), kind) for k, kind in kinds.items()):
+        return {}
+    return dict(mark) if "failed" in mark or {"source", "data", "library"} <= mark.keys() else {}
+
+
 def why_stale(notebook: Path, twin: Path, root: Path) -> str | None:
     """Why the notebook's outputs no longer rest on what is there, in words; None when they do. Versions are not
     judged."""
@@ -194,7 +203,7 @@ def why_stale(notebook: Path, twin: Path, root: Path) -> str | None:
         nb = nbformat.read(notebook, as_version=4)
     except Exception:
         return "not a readable notebook"
-    mark = nb.metadata.get("needlework")
+    mark = stamp_of(nb)
     if not mark:
         return "no stamp"
     if mark["source"] != trace.file_digest(twin):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 LOOPBACK_ONLY = "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1"
-SIZES = {"phone": (390, 844), "desktop": (1280, 900)}
+SIZES = {"phone": (390, 844), "tablet": (820, 1180), "desktop": (1440, 900)}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nbformat.v4.new_markdown_cell(maths),
         nbformat.v4.new_code_cell(source="x = " + "1 + " * 100 + "1", outputs=outputs),
         nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text="word" * 200)]),
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text="line\n" * 60)]),
     ]
     found = verdict.summary(symptom="s " * 40, verdict="v", evidence=["e " * 30] * 3, confidence="c", next_step="n")
     notebooks = [*committed, ("99_forms", nbformat.v4.new_notebook(cells=cells))]
@@ -139,24 +142,59 @@ def test_report_is_operable_by_keyboard_alone(chromium, page_file: Path) -> None
     page.context.close()
 
 
-def test_contents_lead_to_each_notebook(chromium, page_file: Path) -> None:
-    page = opened(chromium, page_file)
-    page.emulate_media(reduced_motion="reduce")
+@pytest.mark.parametrize("size", SIZES)
+def test_each_entry_of_the_contents_lands_and_is_marked(chromium, page_file: Path, size: str) -> None:
+    page = opened(chromium, page_file, size)
     links = page.locator("nav a")
-    assert links.count() > 1
+    assert links.count() > 10
     for i in range(links.count()):
-        links.nth(i).focus()
-        page.keyboard.press("Enter")
-        top = page.evaluate(
-            "t => document.querySelector(t).getBoundingClientRect().top", links.nth(i).get_attribute("href")
-        )
-        assert -5 <= top < SIZES["desktop"][1], f"link {i} leads to {top}"
+        place = links.nth(i).get_attribute("href")
+        page.evaluate("e => e.click()", links.nth(i).element_handle())
+        page.wait_for_timeout(300)
+        top = page.evaluate("t => document.querySelector(t).getBoundingClientRect().top", place)
+        assert abs(top - 16) <= 20 or (place == f"#nb{99}" and top < SIZES[size][1]), f"{place} lands at {top}"
+        marked = "[...document.querySelectorAll('nav a:target-current')].map(a => a.getAttribute('href'))"
+        assert page.evaluate(marked) == [place] or place == "#nb99"
+    room, need, scrolls = page.evaluate(
+        "(n => [innerHeight, n.scrollHeight, getComputedStyle(n).overflowY])(document.querySelector('nav'))"
+    )
+    assert need <= room or scrolls == "auto"
+    up = page.locator("a.up")
+    assert up.is_visible() == (size != "desktop")  # there the contents stay beside the text
+    if up.is_visible():
+        up.click()
+        page.wait_for_timeout(300)
+        assert abs(page.evaluate("document.querySelector('#contents').getBoundingClientRect().top") - 16) <= 20
+    page.context.close()
+
+
+def test_figures_are_legible_on_a_phone_and_calm_in_the_dark(chromium, page_file: Path) -> None:
+    page = opened(chromium, page_file, "phone", "dark")
+    render_all(page)
+    pictures = page.evaluate(
+        "[...document.querySelectorAll('figure img')].map(i => [i.getBoundingClientRect().width, i.naturalWidth])"
+    )
+    assert pictures and all(shown >= min(natural, 570) for shown, natural in pictures)
+    assert page.evaluate("getComputedStyle(document.querySelector('figure img')).filter") == "brightness(0.74)"
+    page.context.close()
+
+
+def test_no_line_of_a_long_output_is_cut_through(chromium, page_file: Path) -> None:
+    page = opened(chromium, page_file)
+    render_all(page)
+    heights = page.evaluate("""[...document.querySelectorAll('pre.out')].map(e => {
+      const s = getComputedStyle(e), lines = (e.clientHeight - parseFloat(s.paddingTop)) / parseFloat(s.lineHeight);
+      return [e.scrollHeight > e.clientHeight + 1, lines]; })""")
+    cut = [lines for scrolls, lines in heights if scrolls]
+    assert cut and all(abs(lines - round(lines)) < 0.06 for lines in cut)
+    boxes = "[...document.querySelectorAll('.out.wide')].filter(e => e.scrollHeight > e.clientHeight + 1).length"
+    assert page.evaluate(boxes) == 0  # tables are shown whole
     page.context.close()
 
 
 def test_report_prints_every_frame_and_no_contents(chromium, page_file: Path) -> None:
     page = opened(chromium, page_file, scheme="dark")
-    pdf = page.pdf(format="A4")
+    pdf = page.pdf(prefer_css_page_size=True)
     assert pdf.startswith(b"%PDF") and 20_000 < len(pdf) < 20_000_000
     assert page.evaluate("[...document.images].every(i => i.complete && i.naturalWidth)")  # read for the printer
     page.emulate_media(media="print")
@@ -165,7 +203,21 @@ def test_report_prints_every_frame_and_no_contents(chromium, page_file: Path) ->
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     sections = "[...document.querySelectorAll('section.notebook')].map(s => getComputedStyle(s).contentVisibility)"
     assert set(page.evaluate(sections)) == {"visible"}
+    assert page.evaluate("getComputedStyle(document.querySelector('h3')).breakAfter") == "avoid"
+    assert page.evaluate("getComputedStyle(document.querySelector('tr')).breakInside") == "avoid"
     page.context.close()
+    told = text_of(pdf)
+    assert told[0].count("Context lost above 4,000 tokens") == 2  # its title, and the line that runs over each page
+    assert all("Context lost above 4,000 tokens · Needlework" in one for one in told)
+    assert [one.split()[-3:] for one in told] == [[str(n), "/", str(len(told))] for n in range(1, len(told) + 1)]
+
+
+def text_of(pdf: bytes) -> list[str]:
+    """The text of each page, as pdftotext reads it."""
+    if shutil.which("pdftotext") is None:
+        pytest.skip("no pdftotext on this machine (Debian: apt-get install poppler-utils)")
+    done = subprocess.run(["pdftotext", "-layout", "-", "-"], input=pdf, capture_output=True, timeout=60, check=True)
+    return [one for one in done.stdout.decode().split("\f") if one.strip()]
 
 
 def test_the_picture_of_a_page_shows_its_top_and_says_when_nothing_can_draw_it(tmp_path, monkeypatch) -> None:

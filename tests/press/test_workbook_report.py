@@ -73,7 +73,11 @@ def test_a_healthy_page_has_no_problem_and_everything_in_it() -> None:
     assert report.problems(text, ["00_nb", "01_nb"]) == []
     soup = BeautifulSoup(text, "html.parser")
     assert soup.html["lang"] == "en" and soup.main["id"] == "main" and soup.find("a", class_="skip")["href"] == "#main"
-    assert [a["href"] for a in soup.nav.find_all("a")] == ["#nb00", "#nb01"] and "What is seen?" in soup.nav.text
+    assert [a["href"] for a in soup.nav.find_all("a")] == [
+        "#summary",
+        "#nb00",
+        "#nb01",
+    ] and "What is seen?" in soup.nav.text
     assert [dt.text for dt in soup.select(".summary dt")] == [
         "Symptom",
         "Verdict",
@@ -127,6 +131,12 @@ PLANTED = {
     "double id": '<p id="a"></p><p id="a"></p>',
     "bare widget": "<pre>VBox(children=(IntSlider(value=0),))</pre>",
     "second main": "<main></main>",
+    "css url escaped": "<style>p{background:u\\72l(//example.org/x)}</style>",
+    "comment": "<p>t</p><!-- and the rest",
+    "end of the frame": "</div></section></main><h1>Another verdict</h1>",
+    "textarea": "<textarea>",
+    "plaintext": "<plaintext>",
+    "title": "<title>",
     "size": "x" * 5_000_001,
 }
 
@@ -135,6 +145,7 @@ PLANTED = {
 def test_each_planted_fault_is_found(name: str) -> None:
     text = page(notebook())
     assert report.problems(text, ["00_nb"]) == []
+    assert text.count("</main>") == 1
     found = report.problems(text.replace("</main>", f"{PLANTED[name]}</main>"), ["00_nb"])
     assert len(found) >= 1, name
 
@@ -174,6 +185,82 @@ def test_markup_in_an_html_output_stops_the_report(small: Path) -> None:
     with pytest.raises(report.ReportError, match="not written: a <script> element"):
         report.build(runner.Plan(small))
     assert not (small / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "mark", [[1], "x", {"source": 1}, {"source": "s", "data": [], "library": {}}, {"versions": []}]
+)
+def test_a_stamp_that_we_did_not_make_is_no_stamp(small: Path, mark: object) -> None:
+    nb = writer.read_twin(small / "notebooks/src/00_words.py")
+    nb.metadata["needlework"] = mark
+    (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
+    assert report.build(runner.Plan(small)).is_file()
+    assert (
+        writer.why_stale(small / "notebooks/00_words.ipynb", small / "notebooks/src/00_words.py", small) == "no stamp"
+    )
+
+
+def test_a_file_that_is_no_notebook_is_one_sentence(small: Path) -> None:
+    for text in ('{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [{"cell_type": "code"}]}', "[]", "x"):
+        (small / "notebooks/00_words.ipynb").write_text(text)
+        with pytest.raises(report.ReportError, match=r"00_words\.ipynb is not a valid notebook"):
+            report.build(runner.Plan(small))
+
+
+def test_marks_that_turn_or_hide_text_reach_no_output() -> None:
+    marks = "\u202e\u2066\u200b\u2060\ufeff\x85\ud800"
+    stream = nbformat.v4.new_output("stream", name="stdout", text=f"a{marks}b")
+    error = nbformat.v4.new_output("error", ename=f"E{marks}", evalue=marks, traceback=[])
+    written = "c&#x202e;&#8203;&zwnj;d &amp; &nbsp;e"
+    nb = notebook(
+        nbformat.v4.new_code_cell(f"x = '{marks}'", outputs=[stream, error]),
+        code({"text/html": f"<p>{marks}{written}</p>"}, {"text/markdown": marks}, {"text/plain": marks}),
+        nbformat.v4.new_markdown_cell(f"*{marks}*"),
+    )
+    text = page(nb, title=f"T{marks}")
+    assert not set(marks) & set(text) and "\ufffd" in text
+    assert "c\ufffd\ufffd\ufffdd &amp; &nbsp;e" in text and not set(marks) & set(
+        BeautifulSoup(text, "html.parser").text
+    )
+    assert report.problems(text, ["00_nb"]) == []
+
+
+def test_a_picture_that_cannot_be_read_has_no_size_and_stops_nothing() -> None:
+    torn = code({"text/html": f'<img src="data:image/png;base64,abc" alt="{ALT}">'})
+    assert "data:image/png;base64,abc" in page(notebook(torn))
+
+
+def executed(small: Path, plan: runner.Plan, found: verdict.Summary | None = None) -> str:
+    """The report of a notebook that measured live, and one that reads a recording of the incident."""
+    for name, mark in (
+        ("00_words", {"live": ["http"], "when": "2026-11-30"}),
+        ("01_end", {"live": [], "data": {"data/incidents/context-loss/evidence/x": "d"}}),
+    ):
+        twin = small / f"notebooks/src/{name}.py"
+        nb = writer.read_twin(twin)
+        if found:
+            shown = found._repr_mimebundle_()
+            nb.cells[1].outputs = [nbformat.v4.new_output("display_data", data=shown)]
+        nb.metadata["needlework"] = {"source": "s", "data": {}, "library": {}, **mark}
+        plan.output(twin).parent.mkdir(parents=True, exist_ok=True)
+        plan.output(twin).write_text(nbformat.writes(nb))
+    return report.build(plan).read_text()
+
+
+def test_the_title_of_a_live_target_is_its_own_verdict_and_recordings_are_folded(small: Path) -> None:
+    (small / "data/incidents/context-loss/incident.toml").write_text('title = "Lost above 2,500 tokens"\n')
+    (small / "data/incidents/context-loss/ledger.json").write_text('{"verdict": "a class of the incident"}')
+    live = runner.Plan(small, target="a=http://127.0.0.1:1,b=http://127.0.0.1:2")
+    soup = BeautifulSoup(executed(small, live, dataclasses.replace(GOOD, verdict="Healthy. 80 of 80")), "html.parser")
+    assert soup.h1.text == "2 live endpoints: Healthy" and soup.title.text == "2 live endpoints: Healthy · Needlework"
+    assert "Lost above" not in soup.text and "Measured 2026-11-30" in soup.header.text
+    (folded,) = soup.find_all("details", class_="foreign")
+    assert folded.find_parent("section")["id"] == "nb01" and "not of this deployment" in folded.summary.text
+    soup = BeautifulSoup(executed(small, live), "html.parser")  # the incident's ledger is not the verdict on this
+    assert soup.h1.text == "2 live endpoints: no verdict" and "a class of the incident" not in soup.text
+    own = BeautifulSoup(executed(small, runner.Plan(small)), "html.parser")
+    assert own.h1.text == "Lost above 2,500 tokens" and not own.find("details", class_="foreign")
+    assert "a class of the incident" in own.text
 
 
 def test_without_any_executed_notebook_it_says_what_to_do(small: Path) -> None:

@@ -99,6 +99,29 @@ def test_a_failure_is_one_short_block_and_the_old_stays(small: Path, capsys: pyt
     assert not list(small.rglob("*.part"))
 
 
+def test_a_failed_notebook_leaves_its_section_and_the_report_is_built(
+    plain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for heavy in ("00_words", "01_end"):
+        (plain / f"notebooks/src/{heavy}.py").unlink()
+    raised = "raise ValueError(f'key sk-{\\'abc\\' * 8} at http://10.{1}.2.3:9/v1 <b>')".replace("\\'", '"')
+    twin = write(plain, "02_bad", "print('seen before it')", raised)
+    twin.write_text("# %% [markdown]\n# # Bad\n#\n# Why?\n\n" + twin.read_text())
+    assert cli.run([]) == 1
+    assert "index.html" in capsys.readouterr().out
+    page = (plain / "report/context-loss/index.html").read_text()
+    kept = (plain / "build/context-loss/02_bad.failed.ipynb").read_text()
+    assert "This notebook did not come to its end: it failed in cell 3" in page and "seen before it" in page
+    assert "This notebook ended here" in page and "Did not come to its end: notebook 02." in page
+    assert "Count up" in page  # the others are there
+    for text in (page, kept):
+        assert "sk-abc" not in text and "10.1.2.3" not in text
+    assert not writer.notebook_path(twin).exists()
+    twin.write_text(twin.read_text().replace("raise ", "print('mended') or ").replace("or ValueError", "or str"))
+    assert cli.run(["02"]) == 0 and not (plain / "build/context-loss/02_bad.failed.ipynb").exists()
+    assert "come to its end" not in (plain / "report/context-loss/index.html").read_text()
+
+
 def test_a_tagged_error_is_not_a_failure(small: Path) -> None:
     twin = small / "notebooks/src/03_meant.py"
     twin.write_text('# %% tags=["raises-exception"]\n1 / 0\n\n# %%\nprint(2)\n')

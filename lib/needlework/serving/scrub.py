@@ -70,13 +70,16 @@ def strip_ansi(text: str) -> str:
     return _ANSI.sub("", text)
 
 
+def visible(text: str) -> str:
+    """Text without escape sequences; control, direction, zero-width and private marks show as U+FFFD."""
+    marks = ("Cc", "Cf", "Cs", "Co")
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in marks else "\ufffd" for c in strip_ansi(text))
+
+
 def plain(text: object, max_chars: int = MAX_CHARS) -> str:
     """Text from a server, log or dump made safe to *look* at: no ANSI, no control or direction marks, bounded length.
 
     It is not escaped for HTML; `escape` does both.
     """
-    value = _ANSI.sub("", str(text)[: 8 * max_chars])
-    value = "".join(
-        c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co") else "\ufffd" for c in value
-    )
+    value = visible(str(text)[: 8 * max_chars])
     return value if len(value) <= max_chars else value[: max_chars - 1] + "…"
