@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -102,6 +103,6 @@ def fit(t, *, stated=None, window=None):
     total = logsumexp(np.concatenate([[calm], *[z for _, z, _, _ in scored]]))
     shares = {"healthy": float(np.exp(calm - total))}
     shares |= {k: float(np.exp(logsumexp(z) - total)) for k, z, _, _ in scored}
-    return Fit(
-        dict(sorted(shares.items(), key=lambda i: -i[1])), best, scored, total, (1 + many) / (61 + n), arms, edges
-    )
+    told = [SimpleNamespace(name=k, sentence=v) for k, v in best.items()]
+    ranked = dict(sorted(shares.items(), key=lambda i: -i[1]))
+    return Fit(ranked, told, scored, total, (1 + many) / (61 + n), arms, edges)

@@ -42,7 +42,7 @@ PREDICTED, MOST_PREDICTED = 12, 36  # prompts on a side of a law; of one that lo
 RESERVE = 3 * PREDICTED  # requests kept for predictions
 ROUNDS = 2  # of predictions: a law that failed is mended once
 ALIKE_BITS = 0.004  # the best candidate tells less than this: what is left cannot be told apart from here
-UNNAMED = ("healthy", "unexplained")  # explanations that foretell no loss
+UNNAMED = ("healthy", "unexplained", "prompts")  # explanations that foretell nothing of fresh prompts
 STATES = {"warm": "warm", "crowd": "in flight together", "turn": "in follow-up turns", "again": "asked again",
           "abort": "after dropped requests"}  # fmt: skip
 
@@ -199,7 +199,7 @@ class Course:
         best = [max(range(k, len(drawn), parts), key=worth.__getitem__) for k in range(parts)]
         wanted = [drawn[i] for i in sorted(best, key=worth.__getitem__, reverse=True)]
         steps = self._cut(wanted, size - 1)
-        steps += self._cut([drawn[r.randrange(len(drawn))]], self.requests - self.sent - _requests(steps))
+        steps += self._cut([drawn[r.randrange(len(drawn))]], size, _requests(steps))
         r.shuffle(steps)
         why = f"{_what(steps)}: tells {self._said(law)!r} from {self._said(other)!r}"
         return steps, {"why": why}
@@ -224,15 +224,14 @@ class Course:
         why = f"{_what(steps)}: nothing lost so far, and {where} a loss of {bounds[worst[0]]:.0%} is not excluded yet"
         return steps, {"why": why}
 
-    def _cut(self, wanted: Sequence[Step], size: int) -> list[Step]:
-        """As many as make `size` requests, within what may still be sent; at least one where one fits."""
-        steps: list[Step] = []
+    def _cut(self, wanted: Sequence[Step], size: int, taken: int = 0) -> list[Step]:
+        """The first that fit, about `size` requests; at least one, within what may still be sent beside `taken`."""
+        left, steps = self.requests - self.sent - taken, list[Step]()
         for one in wanted:
-            asked = _requests(steps)
-            if asked + one.requests <= self.requests - self.sent and (not steps or asked + one.requests <= size):
+            asked = _requests(steps) + one.requests
+            if asked <= left and (not steps or asked <= size):
                 steps.append(one)
-        if not steps and self.requests > self.sent:  # too little is left for what was drawn: a plain prompt fits
-            one = wanted[0]
+        if not steps and left > 0:  # too little is left for what was drawn: a plain prompt fits
             steps = [Step("plain", one.number, one.arms[:1], one.prompts[:1])]
         return steps
 
@@ -251,13 +250,15 @@ class Course:
         order = list(by_step)
         r.shuffle(order)
         steps, parts = [], []
-        while any(n > 0 for n in wanted.values()) and order:
+        left = self.requests - self.sent
+        while any(n > 0 for n in wanted.values()) and (order := [i for i in order if drawn[i].requests <= left]):
             some = order[:24]  # the best of a few at random: the best of all would lie in one place
             best = max(some, key=lambda i: self._worth(by_step[i], wanted) / drawn[i].requests)
             if self._worth(by_step[best], wanted) <= 0:
                 order = order[24:]
                 continue
             order.remove(best)
+            left -= drawn[best].requests
             steps.append(drawn[best])
             parts.append(by_step[best])
             for side, n in by_step[best]["expects"].value_counts().items():
@@ -277,7 +278,7 @@ class Course:
         return float((rows["information_bits"] + 0.02)[needed].sum())
 
     def _said(self, law: str) -> str:
-        return str(self.fit.laws.get(law, law)) if isinstance(self.fit.laws, Mapping) else law
+        return next((one.sentence.split(":")[0] for one in self.fit.laws if one.name == law), law)
 
 
 def bounds_of(told: pd.DataFrame, space: Space) -> dict[tuple[str, str], float]:
