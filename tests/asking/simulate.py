@@ -67,6 +67,7 @@ def course(name: str, seed: int, *, requests: int = 300, **options) -> Course:
             facts = {"n": row["prompt_tokens"], "place": row["needle_token"], "cached": row["cached_tokens"],
                      "load": row["concurrency"], "arm": row["arm"], "order": order}  # fmt: skip
             row["outcome"] = "refusal" if r.random() < float(chance(facts)) else "exact"
+            row["time"] = f"2030-01-01T{order // 3600:02}:{order // 60 % 60:02}:{order % 60:02}+00:00"
             row["latency_s"] = 0.1 + 1e-4 * (row["prompt_tokens"] - row["cached_tokens"])
             order += 1
         return rows

@@ -8,10 +8,12 @@ from .bench.budget import Budget, Limits
 from .bench.journal import Journal, Recorded
 from .bench.prompts import PromptSpec, assemble
 from .bench.result import Result
+from .bench.trial import Stopped
 from .cliff import find_cliff
 from .coherence import coherence
 from .drift import drift
 from .echo import echo
+from .investigate import QUICK_REQUESTS, REQUESTS, Investigation, investigate
 from .pool import pool
 from .recall import depth_profile, recall
 from .reload import reload
@@ -21,14 +23,18 @@ from .warm import warm_cold
 
 __all__ = [
     "QUICK",
+    "QUICK_REQUESTS",
+    "REQUESTS",
     "Bench",
     "Budget",
+    "Investigation",
     "Journal",
     "Limits",
     "Plan",
     "PromptSpec",
     "Recorded",
     "Result",
+    "Stopped",
     "abort",
     "assemble",
     "battery",
@@ -38,6 +44,7 @@ __all__ = [
     "drift",
     "echo",
     "find_cliff",
+    "investigate",
     "pool",
     "recall",
     "reload",

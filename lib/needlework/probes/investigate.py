@@ -42,7 +42,8 @@ PREDICTED, MOST_PREDICTED = 12, 36  # prompts on a side of a law; of one that lo
 RESERVE = 3 * PREDICTED  # requests kept for predictions
 ROUNDS = 2  # of predictions: a law that failed is mended once
 ALIKE_BITS = 0.004  # the best candidate tells less than this: what is left cannot be told apart from here
-UNNAMED = ("healthy", "unexplained", "prompts")  # explanations that foretell nothing of fresh prompts
+DECISIONS = ("screen", "chosen", "predictions")  # records that are acted on
+UNNAMED = ("unexplained", "prompts")  # explanations that foretell nothing of fresh prompts
 STATES = {"warm": "warm", "crowd": "in flight together", "turn": "in follow-up turns", "again": "asked again",
           "abort": "after dropped requests"}  # fmt: skip
 
@@ -76,13 +77,16 @@ class Course:
 
     def run(self) -> None:
         """Ask until it is decided or the requests are used up; `ended` says which."""
-        self._follow("screen", self._screen)
+        for entry in self.records:
+            if entry.get("record") in DECISIONS:
+                self._act(entry)
+        if not self.decided:
+            self._decide("screen", *self._screen())
         while not self.ended:
-            law = self._to_predict()
-            if law:
-                self._follow("predictions", lambda law=law: self._predictions(law))  # type: ignore[misc]
+            if law := self._to_predict():
+                self._decide("predictions", *self._predictions(law))
             elif not self.ended:
-                self._follow("chosen", self._choose)
+                self._decide("chosen", *self._choose())
         self.record_end()
 
     def record_end(self) -> None:
@@ -107,27 +111,23 @@ class Course:
         made = [r for r in self.decided if r["record"] == "predictions"]
         return [judge(r, self.trials()) for r in made]
 
-    # ---- decisions: the journal's, or new ones that are written down before anything is sent ----
+    def _decide(self, record: str, steps: Sequence[Step], more: Mapping[str, Any]) -> None:
+        """Write a decision down, then act on it."""
+        entry = {"record": record, **more, "steps": [s.as_dict() for s in steps]}
+        self.record(entry)
+        self._act(entry)
 
-    def _follow(self, record: str, decide: Callable[[], tuple[list[Step], dict[str, Any]]]) -> None:
-        written = [r for r in self.records if r.get("record") in ("screen", "chosen", "predictions")]
-        if len(self.decided) < len(written):
-            entry: Mapping[str, Any] = written[len(self.decided)]
-            steps = [Step.from_dict(s) for s in entry.get("steps", ())]
-        else:
-            steps, more = decide()
-            entry = {"record": record, **more, "steps": [s.as_dict() for s in steps]}
-            self.record(dict(entry))
+    def _act(self, entry: Mapping[str, Any]) -> None:
         self.decided.append(entry)
         self.say(str(entry.get("why", "")))
-        for one in steps:
+        for one in map(Step.from_dict, entry.get("steps", ())):
             self.done.append(one)
             self.sent += one.requests
             for row in self.ask(one):
                 self.rows[row["trial_id"]] = row
 
     def _screen(self) -> tuple[list[Step], dict[str, Any]]:
-        steps, room = [], self.requests
+        steps, room = [], round(0.6 * self.requests)  # the rest is for what the screen has shown
         for one in screen(self.space, min(1.0, self.requests / 100)):
             if one.requests <= room:
                 steps.append(one)
@@ -150,15 +150,21 @@ class Course:
         self.fit = laws.fit(told, stated=self.stated, window=self.space.highest)
         law = max(self.fit.shares, key=self.fit.shares.get)
         share, rounds = self.fit.shares[law], self.rounds
-        if rounds and (rounds[-1].law == law or len(rounds) >= ROUNDS):
-            self.ended = "the law has predicted" if rounds[-1].passed else "a prediction failed"
+        worst = max(bounds_of(told, self.space).values())
+        whole = law == "healthy" and worst <= self.exclude and (share > SURE or not told["lost"].any())
+        foretold = bool(rounds) and rounds[-1].law == law and rounds[-1].passed is True
+        if rounds and not foretold and (rounds[-1].law == law or len(rounds) >= ROUNDS):
+            failed = rounds[-1].passed is False
+            self.ended = "a prediction failed" if failed else "too few predicted prompts were answered"
+        elif foretold and (law != "healthy" or whole):
+            rest = f"; a loss of more than {worst:.0%} is excluded in every condition" if whole else ""
+            self.ended = f"fresh prompts came out as predicted{rest}"
         elif left < 2:
             self.ended = f"the announced {self.requests} requests are used up"
+        elif law == "healthy":
+            return law if not foretold and share > LIKELY and (whole or left <= RESERVE) else ""
         elif law in UNNAMED:
-            worst = max(bounds_of(told, self.space).values())
-            if law == "healthy" and worst <= self.exclude:
-                self.ended = f"nothing is lost: more than {worst:.0%} is excluded in every condition"
-            elif law != "healthy" and share > SURE and len(told) >= LEAST_UNNAMED:
+            if share > SURE and len(told) >= LEAST_UNNAMED:
                 self.ended = "no law explains what is lost"
         elif len(told) >= LEAST and (share > SURE or (share > LIKELY and left <= RESERVE) or self._alike()):
             return law
@@ -189,8 +195,9 @@ class Course:
         r = Random(f"choose/{self.space.seed}/{len(self.decided)}")
         law, other = sorted(self.fit.shares, key=self.fit.shares.get, reverse=True)[:2]
         size = max(BATCH, len(self.rows) // 16)
-        if law == "healthy":
-            return self._fill(r, size)
+        lost = any(r["outcome"] != "exact" for r in self.rows.values())
+        if law == "healthy" and (len(self.decided) % 2 or not lost):
+            return self._fill(r, size if lost else 4 * BATCH)
         drawn = self._drawn(r, CANDIDATES)
         bits = self._foreseen(drawn).groupby("step")["information_bits"].sum()
         seconds = pace(self.rows.values())
@@ -221,7 +228,7 @@ class Course:
         steps = self._cut(wanted, size)
         arm, kind = worst[0]
         where = " ".join(filter(None, (f"on {arm}" if arm else "", STATES.get(kind, "alone" if kind else ""))))
-        why = f"{_what(steps)}: nothing lost so far, and {where} a loss of {bounds[worst[0]]:.0%} is not excluded yet"
+        why = f"{_what(steps)}: {where} a loss of {bounds[worst[0]]:.0%} is not excluded yet"
         return steps, {"why": why}
 
     def _cut(self, wanted: Sequence[Step], size: int, taken: int = 0) -> list[Step]:
@@ -242,10 +249,13 @@ class Course:
         told = self._foreseen(drawn)
         most = told["p_loss"].max()
         told["expects"] = "unsure"
-        told.loc[told["p_loss"] >= 0.6 * most, "expects"] = "lost"
-        told.loc[told["p_loss"] <= min(0.15 * most, 0.05), "expects"] = "found"
+        if law == "healthy":
+            told["expects"], wanted = "found", {"found": 2 * PREDICTED}
+        else:
+            told.loc[told["p_loss"] >= 0.6 * most, "expects"] = "lost"
+            told.loc[told["p_loss"] <= min(0.15 * most, 0.05), "expects"] = "found"
+            wanted = {"lost": min(MOST_PREDICTED, max(PREDICTED, round(4 / most))), "found": PREDICTED}
         clear = told.groupby("step").filter(lambda rows: (rows["expects"] != "unsure").all())
-        wanted = {"lost": min(MOST_PREDICTED, max(PREDICTED, round(4 / most))), "found": PREDICTED}
         by_step = dict(list(clear.groupby("step")))
         order = list(by_step)
         r.shuffle(order)
@@ -346,7 +356,7 @@ class Investigation:
 
     def __str__(self) -> str:
         state = f"Ended: {self.ended}." if self.finished else f"UNFINISHED: {self.ended}; the same command goes on."
-        held = [f"Predicted by {p.law!r}: {p}" for p in self.predictions]
+        held = [f"Foretold before, by {p.law!r}: {p}" for p in self.predictions[:-1]]  # the last: in the diagnosis
         return "\n".join(
             [str(self.diagnosis), "", *held, f"{len(self.trials)} trials in {len(self.plan)} batches. {state}"]
         )
@@ -422,11 +432,11 @@ def investigate(
                     f"this folder holds an investigation of {', '.join(space.arms)} with seed {space.seed}; go on with "
                     "that, or use another folder"
                 )
-        held = sum(s.requests for s in _written(journal.records) if _held(journal, space, s))
+        held = sum(s.requests for s in written(journal.records) if _held(journal, space, s))
         budget = _budget(space, most - held, tokens)
         if confirm is not None and not confirm(budget):
             raise Stopped("not confirmed; nothing was sent")
-        hands = _Hands(arms, journal, budget, Limits(minutes=minutes), progress)
+        hands = Hands(arms, space, journal, budget, Limits(minutes=minutes), progress)
         try:
             if old is None and window is None:
                 told = [n for bench in hands.benches.values() if (n := bench.capabilities.max_model_len)]
@@ -451,14 +461,14 @@ def investigate(
             journal.close()
 
 
-class _Hands:
+class Hands:
     """Sends steps: a bench for each arm, one journal, the first arm builds the prompts of all."""
 
     def __init__(
-        self, arms: Mapping[str, Target], journal: Journal, budget: Budget, limits: Limits, progress: Any
+        self, arms: Mapping[str, Target], space: Space, journal: Journal, budget: Budget, limits: Limits, progress: Any
     ):  # fmt: skip
         self.benches: dict[str, Bench] = {}
-        self.space: Space | None = None
+        self.space = space
         for arm, target in arms.items():
             more = {"builder": self.first} if self.benches else {"limits": limits, "progress": progress}
             self.benches[arm] = Bench(target, None, probe="ask", arm=arm, journal=journal, **more)  # type: ignore[arg-type]
@@ -474,7 +484,6 @@ class _Hands:
 
     def __call__(self, one: Step) -> list[Row]:
         rows: list[Row] = []
-        assert self.space is not None
         for arm in one.arms:
             bench = self.benches[arm]
             waves = one.waves(self.space, arm)
@@ -510,7 +519,8 @@ def _budget(space: Space, requests: int, tokens: int) -> Budget:
     return Budget(max(0, requests), round(max(expected, min(2 * expected, tokens))))
 
 
-def _written(records: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+def written(records: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
+    """All steps of a journal's plan."""
     for record in records:
         yield from (Step.from_dict(s) for s in record.get("steps", ()))
 
@@ -523,7 +533,7 @@ def _others(journal: Journal, space: Space, known: pd.DataFrame | None) -> pd.Da
     """Trials of other instruments in this folder, and those that the caller knows."""
     from needlework.analysis import concat
 
-    own = {a.trial_id for s in _written(journal.records) for arm in s.arms for w in s.waves(space, arm) for a in w}
+    own = {a.trial_id for s in written(journal.records) for arm in s.arms for w in s.waves(space, arm) for a in w}
     found = journal.frame([i for i, row in journal.rows.items() if i not in own and row.get("probe") != "calibration"])
     tables = [t for t in (known, found) if t is not None and len(t)]
     return concat(tables) if tables else None

@@ -77,7 +77,7 @@ class Endpoint:
         self._key = api_key
         self._max_connections = max_connections
         self._transport = transport
-        self._trust = _trust(ca_file)
+        self._trust = trust(ca_file)
         self._secrets = secrets_of(self.base_url, api_key)
         self.metrics_url = _clean(metrics_url) if metrics_url else None
         self.cache_url = _clean(cache_url) if cache_url else None
@@ -333,7 +333,8 @@ async def _telling(content: bytes, sent: asyncio.Event) -> AsyncIterator[bytes]:
     sent.set()
 
 
-def _trust(ca_file: str | Path | None) -> ssl.SSLContext | bool:
+def trust(ca_file: str | Path | None) -> ssl.SSLContext | bool:
+    """What httpx takes as `verify`: the system's certificates, and those of a file beside them."""
     if ca_file is None:
         return True
     try:

@@ -107,6 +107,7 @@ def open_target(
     model: str | None = None,
     api_key: str | None = None,
     check: bool = True,
+    **options: Any,
 ) -> Iterator[Target]:
     """Open a target, close what it started.
 
@@ -114,8 +115,8 @@ def open_target(
     plain `lab` plants in the
     PD arm, and `recorded:<run>` is looked up in it. model, api_key: for http (NEEDLEWORK_MODEL and NEEDLEWORK_API_KEY
     otherwise).
-    check: ask a live endpoint for its models first. Raises TargetError with one sentence: unknown target, dead
-    endpoint, wrong key, no such model.
+    check: ask a live endpoint for its models first. options: of every live Endpoint (timeout_s, ca_file).
+    Raises TargetError with one sentence: unknown target, dead endpoint, wrong key, no such model.
     """
     wanted = (os.environ.get("NEEDLEWORK_TARGET") or spec or "lab").strip()
     bundle = incidents.incident(incident) if isinstance(incident, str) else incident
@@ -128,7 +129,7 @@ def open_target(
             )
         kind = kinds.pop()
         if kind == "http":
-            yield _http(named, wanted, model, api_key, check)
+            yield _http(named, wanted, model, api_key, check, options)
         elif kind == "recorded":
             yield _recorded(named, wanted, bundle)
         else:
@@ -168,7 +169,9 @@ def kind_of(spec: str) -> str:
 # ---- live URLs ----
 
 
-def _http(named: Mapping[str, str], spec: str, model: str | None, api_key: str | None, check: bool) -> Target:
+def _http(
+    named: Mapping[str, str], spec: str, model: str | None, api_key: str | None, check: bool, options: dict[str, Any]
+) -> Target:
     from needlework.serving import Endpoint
 
     model = model or os.environ.get("NEEDLEWORK_MODEL") or None
@@ -179,8 +182,9 @@ def _http(named: Mapping[str, str], spec: str, model: str | None, api_key: str |
         base = re.sub(r"/v1/?$", "", url.rstrip("/"))
         helpers: dict[str, Any] = _helpers(arm, roles)
         if check:
-            serves[arm] = check_endpoint(base, model=model, api_key=key, arm=arm)
-        endpoints[arm] = Endpoint(base, model=model, api_key=key, **helpers)
+            trusted = options.get("ca_file")
+            serves[arm] = check_endpoint(base, model=model, api_key=key, arm=arm, ca_file=trusted)
+        endpoints[arm] = Endpoint(base, model=model, api_key=key, **options, **helpers)
     said = f"{len(named)} live endpoint{'s' if len(named) > 1 else ''}"
     for arm, lender in _lenders(endpoints, serves).items():
         endpoints[arm].tokenizer_url = endpoints[lender].tokenizer_url or endpoints[lender].base_url
@@ -224,8 +228,9 @@ def _lenders(endpoints: Mapping[str, Any], serves: Mapping[str, list[str]]) -> d
 
 
 def check_endpoint(
-    base_url: str, *, model: str | None = None, api_key: str | None = None, arm: str = "target", timeout_s: float = 10.0
-) -> list[str]:
+    base_url: str, *, model: str | None = None, api_key: str | None = None, arm: str = "target",
+    timeout_s: float = 10.0, ca_file: str | None = None,
+) -> list[str]:  # fmt: skip
     """Names of the models behind base_url. TargetError in one sentence when nothing answers, the key is refused or the
     model is not there.
 
@@ -233,11 +238,13 @@ def check_endpoint(
     """
     import httpx
 
+    from needlework.serving.endpoint import trust
     from needlework.serving.scrub import private
 
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=timeout_s, trust_env=False)
+        options: dict[str, Any] = {"timeout": timeout_s, "trust_env": False, "verify": trust(ca_file)}
+        answer = httpx.get(f"{base_url}/v1/models", headers=headers, **options)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise TargetError(
             f"nothing answers for arm {arm!r} ({type(error).__name__}); check the address and that the server is up"

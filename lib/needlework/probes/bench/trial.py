@@ -125,6 +125,7 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
         "genre": prompt.spec.genre,
         "needle": prompt.spec.needle,
         "prompt_sha": prompt.sha256,
+        "layout": prompt.layout,
     }
 
 
