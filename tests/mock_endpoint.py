@@ -36,6 +36,7 @@ class Defects:
     leak: bool = False  # now and then answers with the previous request's value
     delay_s: float = 0.0
     fail: Callable[[int], tuple[int, str] | None] = lambda ordinal: None  # (status, body) instead of an answer
+    hang: float = 0.0  # seconds before such a failure
     thinks: bool = False
     replicas: int = 1
     count_fails: Callable[[int], bool] = lambda ordinal: False  # of the tokenise route
@@ -117,6 +118,7 @@ def make_app(mock: Mock) -> Starlette:
         mock.requests.append(body)
         ordinal = len(mock.chats) - 1
         if fault := mock.defects.fail(ordinal):
+            await asyncio.sleep(mock.defects.hang)
             return Response(fault[1], fault[0], media_type="text/html" if "<" in fault[1] else "application/json")
         tokens = render(body["messages"])
         if d == "llama.cpp" and len(tokens) >= mock.window:  # room for the answer is not asked for

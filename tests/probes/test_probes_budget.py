@@ -112,7 +112,8 @@ def test_two_arms_share_one_budget_and_one_limit():
         count = Count(one, two)
         probes.compare_arms(arms, **options, aa_pairs=2, cache=("cold", "warm"), confirm=count)
         count.check()
-        assert len(count.received) == 8 + 4 + 16  # controls, A/A, and 4 prompts x 2 arms x 2 sends
+        asked = [r for r in count.received if "secret code" in str(r)]
+        assert len(asked) == 8 + 4 + 16  # controls, A/A, and 4 prompts x 2 arms x 2 sends
         before = len(one.chats) + len(two.chats)
         few = probes.compare_arms(arms, **options, limits=Limits(requests=9))
         assert "limit of 9 requests" in few.stopped and len(one.chats) + len(two.chats) - before <= 9

@@ -9,10 +9,11 @@ import sys
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework import probes
-from needlework.probes import Limits, warm
+from needlework.probes import Journal, Limits, warm
 from needlework.probes.bench.trial import PromptTooLong
 from needlework.probes.cli import main
 from needlework.probes.recall import describe
+from needlework.serving import Endpoint
 
 SMALL = {"lengths": (300, 600, 1200), "depths": (0.2, 0.8)}
 
@@ -165,7 +166,7 @@ def test_echo_tells_foreign_content_from_mere_misses():
 def test_drift():
     with mock_endpoint() as mock:
         assert probes.drift(mock.base_url, canaries=12, length=300).healthy
-    with mock_endpoint(lose=lambda n, p, c, ordinal: ordinal > 18) as mock:
+    with mock_endpoint(lose=lambda n, p, c, ordinal: ordinal > 16) as mock:
         sick = probes.drift(mock.base_url, canaries=24, length=300)
     assert sick.verdict == "finding" and 10 <= sick.details["drift"].onset <= 14
 
@@ -213,7 +214,7 @@ def test_limits_stop_and_a_later_run_goes_on(tmp_path):
             probes.recall(mock.base_url, lengths=(4000,), limits=Limits(cost=0.001, price=1.0))
         seen = []
         refused = probes.recall(mock.base_url, **SMALL, confirm=lambda b: seen.append(b) or False)
-        assert "not confirmed" in str(refused) and seen[0].requests == 14 and seen[0].minutes is not None
+        assert "not confirmed" in str(refused) and seen[0].requests == 14 + 14 + 2 and seen[0].expected == 26
 
 
 def test_a_prompt_beyond_the_window_is_one_plain_error():
@@ -242,6 +243,46 @@ def test_another_target_in_the_same_folder_is_refused(tmp_path):
         probes.pool(mock.base_url, tmp_path / "run", sends=3, length=300)
 
 
+def test_a_folder_of_another_address_is_refused_and_an_empty_one_taken_away(tmp_path):
+    with mock_endpoint() as one, mock_endpoint() as two:
+        probes.pool(one.base_url, tmp_path / "run", sends=2, length=300)
+        with pytest.raises(ValueError, match=r"measured another address \(2 trials\)"):
+            probes.pool(two.base_url, tmp_path / "run", sends=3, length=300)
+        assert "127.0.0.1" not in (tmp_path / "run" / "manifest.json").read_text()
+        asked = []
+        probes.pool(one.base_url, tmp_path / "run", sends=2, length=300, confirm=lambda b: asked.append(b) or False)
+        assert not asked, "a finished run has nothing to send"
+    with pytest.raises(RuntimeError, match="does not answer"):
+        probes.pool("http://127.0.0.1:9", tmp_path / "new", sends=2)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_that_did_not_end_says_so(tmp_path):
+    with mock_endpoint() as mock:
+        probes.recall(mock.base_url, tmp_path / "run", **SMALL, limits=Limits(requests=7))
+        probes.pool(mock.base_url, tmp_path / "run", sends=2, length=300)
+    with Journal(tmp_path / "run", read_only=True) as journal:
+        assert journal.unfinished == {"recall": "stopped at the limit of 7 requests"}
+
+
+@pytest.mark.parametrize(("failure", "said"), [("hang", "3 requests in a row failed; the last: no complete answer")])
+def test_a_server_that_hangs_on_long_prompts_is_given_up_soon(failure, said):
+    with mock_endpoint(fail=lambda o: (500, failure) if o >= 2 else None, hang=3.0) as mock:
+        result = probes.recall(Endpoint(mock.base_url, timeout_s=0.5), **SMALL, repeats=5, controls=False)
+    assert said in result.stopped and set(result.trials["failure"].dropna()) == {"timeout"}
+
+
+def test_a_key_in_the_place_of_its_variable_is_never_printed(capsys):
+    for argv in (["recall", "http://127.0.0.1:9", "--api-key-env", "sk-verysecretkey0123456789"],
+                 ["what", "http://127.0.0.1:9", "--api-key-env", "verysecretkey0123456789"]):  # fmt: skip
+        with pytest.raises(ValueError, match="name of an environment variable") as caught:
+            main(argv)
+        assert "verysecret" not in str(caught.value)
+    with pytest.raises(SystemExit):
+        main(["recall", "http://127.0.0.1:9", "--api-key", "sk-verysecretkey0123456789"])
+    assert "verysecret" not in capsys.readouterr().err
+
+
 def test_command_line(tmp_path, capsys):
     with mock_endpoint(lose=lambda n, place, c, o: n > 1000) as mock:
         argv = ["recall", mock.base_url, "--run", str(tmp_path / "run"), "--lengths", "300,1200", "--repeats", "2"]
@@ -249,7 +290,9 @@ def test_command_line(tmp_path, capsys):
             main([*argv, "--price", "2"])
         assert main([*argv, "--price", "2", "--yes"]) == 1
         out, err = capsys.readouterr()
-        assert "budget: 20 requests at most" in err and "at the given price" in err and "is lost at 1,200" in out
+        assert (
+            "budget: about 32 requests, 36 at most" in err and "at the given price" in err and "is lost at 1,200" in out
+        )
         assert main(["what", mock.base_url]) == 0 and "sglang endpoint" in capsys.readouterr().out
         with pytest.raises(ValueError, match="--word flush"):
             main(["flush", mock.base_url])
@@ -273,5 +316,6 @@ def test_command_line_error_is_one_sentence():
         text=True,
         env={**os.environ, "NEEDLEWORK_API_KEY": "sk-verysecretkey0123456789"},
     )
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot be reached" in done.stderr
+    assert done.returncode == 2 and "cannot be reached" in done.stderr
+    assert [line[:7] for line in done.stderr.splitlines()] == ["budget:", "needlew"]
     assert "verysecret" not in done.stderr + done.stdout

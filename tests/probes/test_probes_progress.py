@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 
@@ -53,13 +54,18 @@ def test_both_arms_of_a_comparison_are_one_progress():
     assert watch.seen[-1].done == watch.seen[-1].planned == 4 + 8 and watch.closed == 1
 
 
-def test_text_goes_to_stderr_and_leaves_no_line(monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with mock_endpoint() as mock:
+@pytest.mark.parametrize("terminal", [True, False])
+def test_text_goes_to_stderr_and_leaves_no_line(monkeypatch, terminal):
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: terminal)
+    monkeypatch.setattr(progress.TextWatch, "EVERY_S", 0.4)
+    monkeypatch.setattr(sys, "stderr", screen)
+    with mock_endpoint(delay_s=0.6) as mock:
         probes.recall(mock.base_url, **GRID, progress=True)
-    text = terminal.getvalue()
-    assert "recall" in text and "300: 2/2" in text and text.rstrip(" ").endswith("\r")
+    text = screen.getvalue()
+    assert "recall: 0 of 4 trials" in text and "waiting for the first answer" in text
+    assert re.search(r"recall: 3 of 4 trials, \d+ s, about \d+ s left; 300: ", text)
+    assert text.endswith("\r") if terminal else "\r" not in text
 
 
 def test_a_live_notebook_gets_a_partial_plot_that_is_taken_away(monkeypatch):

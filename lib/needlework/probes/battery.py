@@ -219,12 +219,7 @@ class _Gate:
         return self.open
 
     def total(self) -> Budget:
-        minutes = [b.minutes for b in self.budgets if b.minutes is not None]
-        return Budget(
-            sum(b.requests for b in self.budgets),
-            sum(b.prompt_tokens for b in self.budgets),
-            sum(minutes) if len(minutes) == len(self.budgets) else None,
-        )
+        return Budget(sum(b.requests for b in self.budgets), sum(b.prompt_tokens for b in self.budgets))
 
 
 def _together(results: Mapping[str, Result]) -> pd.DataFrame:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from needlework import probes
 from needlework.serving import Endpoint, TransportError, capabilities, run
@@ -27,10 +28,35 @@ INSTRUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
     "drift": (probes.drift, "recall against request count"),
     "coherence": (probes.coherence, "coherence of text beside recall"),
     "pool": (probes.pool, "several backends behind one name?"),
+    "reload": (probes.reload, "a prefix that was pushed out of the device's pool and came back"),
     "arms": (probes.compare_arms, "two deployments on identical prompts: NAME=URL NAME=URL"),
 }
 OWN = {"endpoint", "arms", "run", "limits", "confirm", "progress", "options"}
 FLUSH_WORD = "flush"
+# options that several instruments have and whose docstrings need not repeat
+TOLD = {
+    "lengths": "tokens of the prompts",
+    "length": "tokens of a prompt",
+    "depths": "places of the fact: 0 first, 1 last before the question",
+    "depth": "place of the fact: 0 first, 1 last before the question",
+    "repeats": "times that each is asked, in fresh text",
+    "rounds": "times that each stage is tried",
+    "distractors": "facts with a similar key or value that are never asked",
+    "style": "how the question asks: literal, relation or chain",
+    "concurrency": "requests in flight",
+    "trials": "known answers that are asked",
+    "tolerance": "tokens by which a prompt may miss its length (of cliff: the width of the interval, as a share)",
+    "max_tokens": "tokens of an answer",
+    "thinking": "let the model think before it answers",
+    "sends": "times that the prompt is sent",
+    "warm_sends": "times that a prompt is sent again",
+    "canaries": "questions in time",
+    "between": "other requests between two canaries",
+    "prompts": "facts that are asked, pushed out, and asked again",
+    "low": "shortest prompt in tokens",
+    "high": "longest prompt in tokens",
+    "start": "first length in tokens",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +97,7 @@ def _measure(args: argparse.Namespace) -> int:
         **options,
         limits=limits,
         confirm=confirm_in_terminal(args.yes),
-        progress=sys.stderr.isatty() or None,
+        progress=True,
     )
     print(result)
     if len(result.table):
@@ -101,10 +127,21 @@ def confirm_in_terminal(yes: bool) -> Callable[[Budget], bool]:
 def _endpoint(url: str, args: argparse.Namespace) -> Any:
     if url.startswith("recorded:"):
         return resolve(url)[1]
-    key = os.environ.get(args.api_key_env) if args.api_key_env else os.environ.get("NEEDLEWORK_API_KEY")
-    if args.api_key_env and not key:
-        raise ValueError(f"the environment variable {args.api_key_env} is not set")
-    return Endpoint(url, args.model, key, args.timeout, tokenizer_url=args.tokenizer_url, cache_url=args.cache_url)
+    return Endpoint(
+        url, args.model, key_from(args.api_key_env), args.timeout, tokenizer_url=args.tokenizer_url,
+        cache_url=args.cache_url, ca_file=args.ca,
+    )  # fmt: skip
+
+
+def key_from(variable: str | None) -> str | None:
+    """The key that an environment variable holds; ValueError, which does not repeat what was given: it may be a key."""
+    key = os.environ.get(variable or "NEEDLEWORK_API_KEY")
+    if variable and not key:
+        raise ValueError(
+            "--api-key-env takes the name of an environment variable that is set, not a key: put the key into one, "
+            "for example NEEDLEWORK_API_KEY, which is read without this option"
+        )
+    return key
 
 
 async def _what(endpoint: Any) -> str:
@@ -138,10 +175,12 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="needlework probe", description="Measure a live OpenAI-compatible endpoint.")
+    top = _Parser(prog="needlework probe", description="Measure a live OpenAI-compatible endpoint.")
     verbs = top.add_subparsers(dest="instrument", required=True, metavar="INSTRUMENT")
     for name, (function, text) in INSTRUMENTS.items():
-        verb = verbs.add_parser(name, help=text, description=inspect.getdoc(function), formatter_class=_Formatter)
+        verb = verbs.add_parser(
+            name, help=text, description=inspect.getdoc(function), formatter_class=_Formatter, allow_abbrev=False
+        )
         _common(verb)
         verb.add_argument("--run", metavar="DIR", help="folder of the journal; a run that was stopped goes on from it")
         verb.add_argument("--yes", action="store_true", help="send without asking once the budget is shown")
@@ -150,10 +189,13 @@ def _parser() -> argparse.ArgumentParser:
         verb.add_argument("--max-minutes", type=float, metavar="M", help="stop after so many minutes")
         verb.add_argument("--price", type=float, metavar="P", help="money for a million prompt tokens")
         verb.add_argument("--max-cost", type=float, metavar="C", help="stop when so much money is spent")
+        told = TOLD | _told(inspect.getdoc(function) or "")
         for option, parameter in _parameters(function).items():
-            _add(verb, option, parameter.default, parameter.annotation)
-    what = verbs.add_parser("what", help="what the endpoint can do, by asking it")
-    flush = verbs.add_parser("flush", help="drop the server's prefix cache (affects its other users)")
+            _add(verb, option, parameter, told.get(option, ""))
+    what = verbs.add_parser("what", help="what the endpoint can do, by asking it", allow_abbrev=False)
+    flush = verbs.add_parser(
+        "flush", help="drop the server's prefix cache (affects its other users)", allow_abbrev=False
+    )
     flush.add_argument("--word", default="", help=f"say {FLUSH_WORD!r} to confirm")
     for verb in (what, flush):
         _common(verb)
@@ -164,6 +206,7 @@ def _common(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("url", nargs="+", metavar="URL", help="base URL without /v1, or recorded:DIR")
     verb.add_argument("--model", help="model name; default: the first one that is listed")
     verb.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key (NEEDLEWORK_API_KEY)")
+    verb.add_argument("--ca", metavar="FILE", help="certificates to trust, for a server that signed its own")
     verb.add_argument("--timeout", type=float, default=300.0, metavar="S", help="seconds for one request")
     verb.add_argument(
         "--tokenizer-url", metavar="URL", help="where to count tokens when URL is a router without /tokenize"
@@ -173,21 +216,41 @@ def _common(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def _add(verb: argparse.ArgumentParser, name: str, default: Any, annotation: Any) -> None:
-    flag = "--" + name.replace("_", "-")
-    shown = "%(default)s"
-    if isinstance(default, bool):
-        verb.add_argument(flag, action=argparse.BooleanOptionalAction, default=default)
+def _told(doc: str) -> dict[str, str]:
+    """What a docstring says of each option: "name  text", with continued lines further in."""
+    told: dict[str, str] = {}
+    name = ""
+    for line in doc.split("\n"):
+        if match := re.match(r"(\w+)\s{2,}(\S.*)", line):
+            name, told[match[1]] = match[1], match[2]
+        elif name and line.startswith("  ") and line.strip():
+            told[name] += " " + line.strip()
+        else:
+            name = ""
+    return told
+
+
+def _add(verb: argparse.ArgumentParser, name: str, parameter: inspect.Parameter, told: str) -> None:
+    flag, default, annotation = "--" + name.replace("_", "-"), parameter.default, str(parameter.annotation)
+    told = told.replace("%", "%%")
+    shown = f"{told} (default {default if not isinstance(default, tuple) else ','.join(map(str, default))})".strip()
+    more: dict[str, Any] = {"default": default, "help": shown}
+    if default is inspect.Parameter.empty:
+        more = {"required": True, "type": int, "metavar": "N", "help": told}
+    elif isinstance(default, bool):
+        more |= {"action": argparse.BooleanOptionalAction, "help": told}
     elif isinstance(default, tuple):
-        kind = type(default[0]) if default else float if "float" in str(annotation) else int
-        verb.add_argument(flag, type=_listed(kind), default=default, metavar="A,B,…", help=f"default {shown}")
+        kind = type(default[0]) if default else float if "float" in annotation else int
+        more |= {"type": _listed(kind), "metavar": "A,B,…"}
     elif name == "config":
-        verb.add_argument(flag, type=constants, default=None, metavar="topk=512,ratio=4", help="constants to look for")
+        more = {"type": constants, "metavar": "topk=512,ratio=4", "help": told}
     elif default is None:
-        kind = float if "float" in str(annotation) else int
-        verb.add_argument(flag, type=kind, default=None, metavar="X" if kind is float else "N")
+        more = {"type": float, "metavar": "X", "help": told} if "float" in annotation else {
+            "type": int, "metavar": "N", "help": told
+        }  # fmt: skip
     else:
-        verb.add_argument(flag, type=type(default), default=default, metavar=name.upper()[:8], help=f"default {shown}")
+        more |= {"type": type(default), "metavar": {int: "N", float: "X"}.get(type(default), "NAME")}
+    verb.add_argument(flag, **more)
 
 
 def _listed(kind: type) -> Callable[[str], tuple]:
@@ -201,6 +264,19 @@ def _listed(kind: type) -> Callable[[str], tuple]:
 def constants(text: str) -> Mapping[str, float]:
     """`topk=512,ratio=4` as a mapping; raises ValueError."""
     return {k.strip(): float(v) for k, _, v in (part.partition("=") for part in text.split(","))}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says which option it does not know, and never what stood behind it: that may be a key."""
+
+    def error(self, message: str) -> NoReturn:
+        head, _, words = message.partition("unrecognized arguments: ")
+        if words:
+            named = " ".join(word.split("=")[0] for word in words.split() if word.startswith("-"))
+            message = f"{head}unrecognized arguments: {named or 'see --help'}"
+            if "key" in named:
+                message += "; a key is read from an environment variable, see --api-key-env"
+        super().error(message)
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

@@ -63,15 +63,13 @@ def scan_residues(
             start=start, period=period, anchors=list(anchors), cache=list(cache), distance=distance, seed=common.seed
         )
         with bench.until_stopped():
-            if bench.capabilities.tokenize == "usage":
-                raise ValueError("a residue scan needs exact lengths, and this endpoint has no tokenise route")
             fresh = (
                 3 * ResidueScan.LIMIT + period // 4
             )  # lengths to ask classes again that missed: some true, some stray
             usual, spare = len(anchors) * len(cache) * period, len(anchors) * fresh * (3 if "warm" in cache else 1)
             longest = start + (2 + ResidueScan.LIMIT) * period  # of a suspect of the full period, at its last length
             if common.begin(bench, base, more=usual, more_tokens=usual * (start + period),
-                            spare=spare, spare_tokens=spare * longest):  # fmt: skip
+                            spare=spare, spare_tokens=spare * longest, exact=True):  # fmt: skip
                 for anchor in anchors:
                     combs |= _scan(bench, base, anchor, cache, period, distance, batch, max_tokens, rows)
         sentence, verdict = _describe(combs, rows)

@@ -34,6 +34,11 @@ def salt_value(name: str, salt: str) -> str | bool:
     return False if name == "cache_prompt" else salt
 
 
+# what finding it all out takes, at most
+DISCOVERY_REQUESTS = 14
+DISCOVERY_TOKENS = 20_000
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What was found. Every field is the result of a request; `notes` says in words what could not be found."""

@@ -13,6 +13,7 @@ import functools
 import inspect
 import platform
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import needlework
 from needlework.serving import TransportError, gauges
 from needlework.serving import run as run_coroutine
-from needlework.serving.capabilities import Capabilities, discover
+from needlework.serving.capabilities import DISCOVERY_REQUESTS, DISCOVERY_TOKENS, Capabilities, discover
 
 from . import trial as rows
-from .budget import Budget, Limits, Meter, Speed
-from .journal import Journal
+from .budget import Budget, Limits, Meter
+from .journal import WHOLE, Journal
 from .progress import Status, Watch, open_watch
 from .prompts import GENERATOR, Builder, Prompt, PromptSpec, digest, facts_of
 from .result import Result, outcomes, unmeasured
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MAX_CONSECUTIVE_FAILURES = 8
+FEWER = {"refused": 3, "timeout": 3}  # in a row, of failures after which waiting for more is no use
+CALIBRATION = (256, 1024)  # tokens of two prompts from whose usage lengths are learned where nothing counts them
 AHEAD = 64  # prompts whose lines are counted together
 SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
 SLACK_SHARE = 1.15  # lengths that are estimated until the server has counted them
@@ -83,7 +86,9 @@ class Bench:
         self.limits, self.confirm = limits or Limits(), confirm
         self.meter: Meter = builder.meter if builder is not None else Meter(self.limits)  # one for both arms
         self.budget: Budget | None = None
-        self.speed = Speed()
+        self._plan: Any = None  # (asks, more, spare, tokens of these) that were announced
+        self._announced = False
+        self._name = f"{probe}{'/' + arm if arm else ''}"
         self.sent = self.planned = 0
         self.used: dict[str, None] = {}  # ids of this instrument's trials, in order
         self.warnings: dict[str, None] = {}
@@ -98,6 +103,7 @@ class Bench:
         self._failures = 0
         self._progress = progress
         self._watch: Watch | None = None
+        self._since = time.perf_counter()
         self._ready = False
         self._retries: float | None = None
         if not self.replay:
@@ -111,7 +117,7 @@ class Bench:
     def note(self, **parameters: Any) -> None:
         """Record the instrument's parameters in the manifest."""
         if not self.replay:
-            self.journal.note(parameters={f"{self.probe}{'/' + self.arm if self.arm else ''}": parameters})
+            self.journal.note(parameters={self._name: parameters})
 
     def plan(
         self, asks: Iterable[Ask], more: int = 0, more_tokens: int = 0, *, spare: int = 0, spare_tokens: int = 0
@@ -119,26 +125,55 @@ class Bench:
         """Announce the budget: `asks` known now, `more` usual later ones and `spare` ones that a bad course may need.
         From then on nothing is sent beyond it, to this endpoint or to those of benches that build with this one.
 
-        Raises Stopped when it is not confirmed, ValueError when it passes the limit on money.
+        It is confirmed before the first request, so that a run which holds everything asks nothing. Raises ValueError
+        when it passes the limit on money.
         """
-        asks = list(asks)
-        todo = [a for a in asks if not self.holds(a)]
-        requests = len(todo) + more + spare
-        tokens = sum(a.prompt.target_tokens for a in todo) + more_tokens + spare_tokens
-        self.planned = len(asks) + more
-        if requests and not self.replay:
-            for bench in (self, *self._followers):
-                run_coroutine(bench._prepare())
-        tokens += SLACK_TOKENS * requests
-        if not self.replay and requests and self.capabilities.tokenize == "usage":
-            tokens = round(tokens * SLACK_SHARE)  # lengths are estimates here
-        self.budget = Budget(requests, tokens, self.speed.minutes(requests, tokens), self.limits.cost_of(tokens))
-        if requests and not self.replay:
-            self.budget.check(self.limits)
-            if self.confirm is not None and not self.confirm(self.budget):
-                raise Stopped("not confirmed; nothing was sent")
-            self.meter.announce(self.budget)
+        self._plan = (list(asks), more, spare, more_tokens + spare_tokens)
+        self.planned = len(self._plan[0]) + more
+        self.budget = self._with_discovery(self._left())
+        self.budget.check(self.limits)
         return self.budget
+
+    def _with_discovery(self, trials: Budget) -> Budget:
+        """The budget with what is sent beside trials: finding out what the endpoints can do, and calibration."""
+        requests, tokens = trials.requests, trials.prompt_tokens
+        for bench in (self, *self._followers) if requests else ():
+            if bench.endpoint is not None and bench.endpoint.capabilities is None:
+                requests, tokens = requests + DISCOVERY_REQUESTS, tokens + DISCOVERY_TOKENS
+            if not bench._ready:
+                requests, tokens = requests + len(CALIBRATION), tokens + 2 * sum(CALIBRATION)
+        expected = None if trials.expected is None else trials.expected + requests - trials.requests
+        return Budget(requests, tokens, self.limits.cost_of(tokens), expected)
+
+    def _left(self) -> Budget:
+        """What the plan may still send: without trials that the journal holds."""
+        asks, more, spare, tokens = self._plan
+        todo = [a for a in asks if not self.holds(a)]
+        listed = {a.trial_id for a in asks}
+        extra = [self.journal.rows[i] for i in self.used if i not in listed and i in self.journal.rows]
+        open_ = max(0, more + spare - len(extra)) if todo or more else 0
+        requests = len(todo) + open_
+        if not requests or self.replay:
+            return Budget(0, 0, self.limits.cost_of(0))
+        tokens = max(0, tokens - sum(r["target_tokens"] for r in extra)) if open_ else 0
+        tokens += sum(a.prompt.target_tokens for a in todo) + SLACK_TOKENS * requests
+        found = self.endpoint.capabilities if self.endpoint is not None else None
+        if found is None or found.tokenize == "usage":
+            tokens = round(tokens * SLACK_SHARE)  # lengths are estimates here
+        expected = len(todo) + max(0, more - len(extra))
+        return Budget(requests, tokens, self.limits.cost_of(tokens), expected)
+
+    def _announce(self) -> None:
+        """Once, before the first request: the budget is confirmed, and the meter held to it."""
+        if self._plan is None or self._announced or self.replay:
+            return
+        trials = self._left()
+        self.budget = self._with_discovery(trials)
+        if self.confirm is not None and not self.confirm(self.budget):
+            raise Stopped("not confirmed; nothing was sent")
+        self._announced = True
+        self.meter.announce(trials)
+        self.journal.note(state={self._name: "begun"})
 
     def ask(
         self, asks: Iterable[Ask], *, concurrency: int = 1, prepare: Prepare | None = None, graded: bool = True
@@ -185,6 +220,7 @@ class Bench:
     def run(self, coroutine: Any) -> Any:
         """Run what sends requests; the watch draws meanwhile."""
         leader = self._leader
+        leader._announce()
         if leader._watch is None:
             leader._watch = open_watch(leader._progress)
         try:
@@ -229,14 +265,15 @@ class Bench:
             targets = self.journal.manifest.get("targets", {})
             found: dict[str, Any] = targets.get(self.arm or "single") or next(iter(targets.values()), {})
             return Capabilities.from_dict(found)
-        run_coroutine(self._prepare())
+        if not self._ready:
+            self.run(self._prepare())
         assert self.endpoint is not None
         return self.endpoint.capabilities
 
     # ---- sending ----
 
     async def _prepare(self) -> None:
-        """Ask what the endpoint can do, refuse a folder of another target, calibrate the speed. Once."""
+        """Ask what the endpoint can do, refuse a folder of another target, learn lengths where nothing counts. Once."""
         if self._ready:
             return
         assert self.endpoint is not None
@@ -244,19 +281,19 @@ class Bench:
             found = await discover(self.endpoint)
         except TransportError as error:
             raise RuntimeError(f"the endpoint does not answer: {error.reason}") from None
-        self.journal.enter(self.arm or "single", found.as_dict())
         if not self.endpoint.repeatable and not self.journal.rows:  # a resumed run keeps the one that it has
             self.journal.note(run_salt=self.journal.salt or secrets.token_hex(6))
+        address = "" if self.endpoint.repeatable else digest([self.journal.salt, self.endpoint.base_url], 4)
+        self.journal.enter(self.arm or "single", found.as_dict(), address)
         for note in found.notes:
             self.warn(note)
         self._ready = True
-        window = found.max_model_len
         self._retries = (await gauges.read(self.endpoint))["router_retries"]
-        sizes = [n for n in (256, 1024) if window is None or n + 64 < window]
-        for size in sizes:  # two points give the seconds a request and the seconds a token
-            row = await self.trial(Ask("calibration", PromptSpec(size, seed=987), arm=self.arm))
-            if row["outcome"] != "transport":
-                self.speed.add(row["prompt_tokens"] or size, row["latency_s"])
+        window = found.max_model_len
+        if found.tokenize == "usage":
+            for size in [n for n in CALIBRATION if window is None or n + 64 < window]:
+                self.meter.grant(1, 2 * size)
+                await self.trial(Ask("calibration", PromptSpec(size, seed=987), arm=self.arm))
 
     async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
@@ -308,7 +345,7 @@ class Bench:
         self.journal.append(row)
         if row["outcome"] == "transport":
             self._failures += 1
-            if self._failures >= MAX_CONSECUTIVE_FAILURES:
+            if self._failures >= FEWER.get(row["failure"], MAX_CONSECUTIVE_FAILURES):
                 raise Stopped(f"{self._failures} requests in a row failed; the last: {row['error']}")
             return row
         self._failures = 0
@@ -348,12 +385,17 @@ class Bench:
         if self._watch is not None:
             asked = [i for bench in (self, *self._followers) for i in list(bench.used)]
             found = [row for i in asked if (row := self.journal.rows.get(i)) is not None]
-            self._watch.update(Status(self.probe, self.arm, len(found), max(self.planned, len(found)), found))
+            planned, sent = max(self.planned, len(found)), self.sent + sum(b.sent for b in self._followers)
+            self._watch.update(
+                Status(self.probe, self.arm, len(found), planned, found, time.perf_counter() - self._since, sent)
+            )
 
 
 def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
     """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
     bench.check_retries()
+    if not bench.replay and bench._announced:
+        bench.journal.note(state={bench._name: bench.stopped or WHOLE})
     if bench.judged is not None and not bench.judged.passed:
         fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
     if lost := unmeasured(rows):
@@ -473,12 +515,16 @@ class Common:
 
     def begin(
         self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0,
-        spare: int = 0, spare_tokens: int = 0,
+        spare: int = 0, spare_tokens: int = 0, exact: bool = False,
     ) -> bool:  # fmt: skip
-        """Announce the budget (as `Bench.plan`), then send the controls; False when they failed."""
+        """Announce the budget (as `Bench.plan`), then send the controls; False when they failed. exact: ValueError when
+        nothing counts tokens.
+        """
         checks = control_asks(bench.probe, base, arm=self.arm) if self.controls else []
         again, tokens = again_at_most(checks)
         bench.plan([*checks, *asks], more, more_tokens, spare=spare + again, spare_tokens=spare_tokens + tokens)
+        if exact and bench.capabilities.tokenize == "usage":
+            raise ValueError(f"{bench.probe}: this needs exact lengths, and the endpoint has no tokenise route")
         bench.judged = run_controls(bench, checks) if checks else None
         return bench.judged is None or bench.judged.passed
 

@@ -46,14 +46,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Budget:
-    """What may still be sent, at most: the bench stops there. `minutes` is an estimate for that many, None before two
-    calibration requests were timed.
-    """
+    """What may still be sent, at most: the bench stops there. `expected` requests are usual, None for all of them."""
 
     requests: int
     prompt_tokens: int
-    minutes: float | None = None
     cost: float | None = None
+    expected: int | None = None
 
     def check(self, limits: Limits) -> None:
         """Raises ValueError when even the plan passes a limit on money; the other limits stop the run when reached."""
@@ -61,9 +59,9 @@ class Budget:
             raise ValueError(f"the run would cost about {self.cost:.2f}, more than the limit of {limits.cost:.2f}")
 
     def __str__(self) -> str:
-        parts = [f"{self.requests} requests at most", f"{self.prompt_tokens:,} prompt tokens at most"]
-        if self.minutes is not None:
-            parts.append("under a minute" if self.minutes < 1 else f"about {self.minutes:.0f} minutes for all of them")
+        usual = f"about {self.expected:,} requests, " if self.expected not in (None, self.requests) else ""
+        parts = [f"{usual}{self.requests:,} at most" if usual else f"{self.requests:,} requests at most"]
+        parts.append(f"{self.prompt_tokens:,} prompt tokens at most")
         if self.cost is not None:
             parts.append(f"about {self.cost:.2f} at the given price")
         return ", ".join(parts)
@@ -87,6 +85,11 @@ class Meter:
         """From here on at most this much."""
         self._budget, self._ends = budget, (self.requests + budget.requests, self.prompt_tokens + budget.prompt_tokens)
 
+    def grant(self, requests: int, tokens: int) -> None:
+        """Allow this much beside what was announced."""
+        if self._ends is not None:
+            self._ends = self._ends[0] + requests, self._ends[1] + tokens
+
     def refused(self, tokens: int) -> str | None:
         """Why a further request of `tokens` may not be sent, in words, or None."""
         minutes = (time.perf_counter() - self.started) / 60
@@ -108,22 +111,3 @@ class Meter:
         """The server has counted `realised` tokens where `tokens` were entered."""
         if realised is not None:
             self.prompt_tokens += realised - tokens
-
-
-@dataclass
-class Speed:
-    """Seconds a request and seconds a token from timed requests of two lengths."""
-
-    points: list[tuple[int, float]] = field(default_factory=list)
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self.points.append((tokens, seconds))
-
-    def minutes(self, requests: int, tokens: int) -> float | None:
-        """Estimated minutes, one request at a time; None with fewer than two different lengths."""
-        if len({t for t, _ in self.points}) < 2:
-            return None
-        (t0, s0), (t1, s1) = min(self.points), max(self.points)
-        slope = max(0.0, (s1 - s0) / (t1 - t0))
-        base = max(0.0, s0 - slope * t0)
-        return (requests * base + tokens * slope) / 60

@@ -9,6 +9,7 @@ knows and sends only the rest. Rows of outcome `transport` are kept and retried:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,12 +22,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SCHEMA = 1
+WHOLE = "whole"  # in the manifest's state: this instrument came to its end
+MOST_BYTES = 1 << 30  # of one file that is read
 UNFINISHED = ".part"  # ends the name of a run that is being recorded
 FROM_SERVER = ("answer", "error", "finish_reason", "worker", "fingerprint")  # text that somebody else wrote
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 NUMBERS = ("target_tokens", "prompt_tokens", "depth", "needle_token", "cached_tokens", "score", "ttft_s", "latency_s",
-           "ordinal")  # fmt: skip
-TEXTS = ("outcome", "answer", "expected", "arm", "probe", "label", "cache", "wanted_cache", "history", "error")
+           "ordinal", "http_status", "sent_low", "sent_high")  # fmt: skip
+TEXTS = ("outcome", "answer", "expected", "arm", "probe", "label", "cache", "wanted_cache", "history", "error",
+         "time", "failure", "counted_by")  # fmt: skip
 
 
 class Journal:
@@ -49,12 +53,14 @@ class Journal:
         self.torn = 0
         self._files: dict[str, int] = {}
         self._lock: int | None = None
+        self._new = False  # the folder was made here
         if self.path is None:
             return
         if read_only:
             if not (self.path / "trials.jsonl").is_file():
                 raise FileNotFoundError(f"{self.path.name} is not a recorded run: it holds no trials.jsonl")
         else:
+            self._new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(self.path)
         try:
@@ -72,7 +78,7 @@ class Journal:
             except (ValueError, RecursionError):
                 raise ValueError(f"{self.path.name}/manifest.json is not JSON; mend or remove it") from None
             schema = self.manifest.get("schema", SCHEMA) if isinstance(self.manifest, dict) else None
-            if not isinstance(schema, int):
+            if not isinstance(schema, int) or not _is_manifest(self.manifest):
                 raise ValueError(f"{self.path.name}/manifest.json is not a run's manifest; mend or remove it")
             if schema > SCHEMA:
                 raise ValueError(f"{self.path.name} was written by a newer needlework; update this one")
@@ -99,6 +105,12 @@ class Journal:
     def salt(self) -> str:
         """What the first lines of this run's prompts are mixed with; "" in a run that was begun without."""
         return str(self.manifest.get("run_salt", ""))
+
+    @property
+    def unfinished(self) -> dict[str, str]:
+        """Instruments that did not come to their end, and why."""
+        state = self.manifest.get("state", {})
+        return {name: "interrupted" if why == "begun" else why for name, why in state.items() if why != WHOLE}
 
     def get(self, trial_id: str, *, final: bool = False) -> dict[str, Any] | None:
         """The row of a finished trial. A `transport` row is not finished, unless `final` (replay) takes it as it is."""
@@ -128,15 +140,23 @@ class Journal:
             self._write("counts.jsonl", {"sha": sha, "count": count})
             self.counts[sha] = count
 
-    def enter(self, arm: str, target: dict[str, Any]) -> None:
-        """Name what this run measures under `arm`; ValueError when the folder has measured another engine or model."""
+    def enter(self, arm: str, target: dict[str, Any], address: str = "") -> None:
+        """Name what this run measures under `arm`; ValueError when the folder has measured another one.
+
+        address   a short mark of where it is, "" where that may change (a deployment that a notebook starts)
+        """
         known = self.manifest.get("targets", {}).get(arm)
         if known and (known.get("engine"), known.get("model")) != (target["engine"], target["model"]):
             raise ValueError(
                 f"this run folder measured {known.get('engine')} with model {known.get('model')!r}, not "
                 f"{target['engine']} with {target['model']!r}; use another folder"
             )
-        self.note(targets={arm: target})
+        if known and self.rows and address and known.get("address", address) != address:
+            raise ValueError(
+                f"this run folder measured another address ({len(self.rows)} trials); use another folder, or, if it is "
+                "the same deployment that has moved, take `address` out of the folder's manifest.json"
+            )
+        self.note(targets={arm: target | ({"address": address} if address else {})})
 
     def note(self, **entries: Any) -> None:
         """Merge entries into the manifest (dictionaries one level deep) and write it atomically."""
@@ -173,6 +193,8 @@ class Journal:
             os.close(handle)
         self._files.clear()
         if self._lock is not None:
+            if self._new and self.path is not None and not self.rows and not self.records:
+                _take_away(self.path)  # nothing was measured
             os.close(self._lock)
             self._lock = None
 
@@ -188,8 +210,10 @@ class Journal:
         """The rows of a file (each holds text under `key`), and what stands after its last line break."""
         assert self.path is not None
         file = self.path / name
-        if not file.is_file():
+        if not file.exists():
             return [], b""
+        if not file.is_file() or file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"{self.path.name}/{name} is no file that can be read (a pipe, a folder, or over 1 GiB)")
         whole, _, tail = file.read_bytes().rpartition(b"\n")
         rows = []
         lines = whole.split(b"\n") if whole else []
@@ -241,6 +265,19 @@ class Journal:
         except OSError:  # a full disk: half a line would spoil the next one
             os.ftruncate(self._files[name], whole)
             raise
+
+
+def _is_manifest(manifest: dict[str, Any]) -> bool:
+    """Are the parts that are read of the kinds that were written?"""
+    parts = [manifest.get(name, {}) for name in ("targets", "state", "parameters")]
+    return all(isinstance(part, dict) for part in parts) and all(isinstance(t, dict) for t in parts[0].values())
+
+
+def _take_away(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # whatever else lies there stays
+        for name in ("manifest.json", ".lock"):
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _object(line: bytes) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@ may use any library. It must leave nothing behind: what a run found is in its re
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,13 +15,17 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Status:
-    """An instrument at work: `done` of about `planned` trials (more may be asked), and the rows so far."""
+    """An instrument at work: `done` of about `planned` trials (more may be asked), and the rows so far; `sent` of them
+    in the `elapsed_s` since it began, the others were in the journal.
+    """
 
     probe: str
     arm: str
     done: int
     planned: int
     rows: Sequence[dict[str, Any]]
+    elapsed_s: float = 0.0
+    sent: int = 0
 
     def by_length(self) -> dict[int, tuple[int, int]]:
         """Wished length -> (hits, measured), without the controls."""
@@ -50,22 +56,36 @@ class Watch(Protocol):
 
 
 class TextWatch:
-    """One line on stderr with a bar, the time left and hits by length, gone at the end."""
+    """One line on stderr, gone at the end: instrument, done, expected, seconds, hits by length. Where stderr is no
+    terminal, a line of its own every fifteen seconds.
+    """
+
+    EVERY_S = 15.0
 
     def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=0, unit="trial", leave=False, dynamic_ncols=True)
+        self._live = sys.stderr.isatty()
+        self._next = self.EVERY_S
 
     def update(self, status: Status) -> None:
         head, _, cells = str(status).partition("; ")
-        self._bar.total, self._bar.n = status.planned, status.done
-        self._bar.set_description_str(head.split(":")[0], refresh=False)
-        self._bar.set_postfix_str(cells, refresh=False)
-        self._bar.refresh()
+        line = f"{head}, {status.elapsed_s:.0f} s"
+        if status.sent and status.done:
+            left_s = status.elapsed_s / max(1, min(status.sent, status.done)) * (status.planned - status.done)
+            line += f", about {left_s:.0f} s left" if left_s >= 1 else ""
+        else:
+            line += ", waiting for the first answer"
+        line += f"; {cells}" if cells else ""
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{line[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+        elif status.elapsed_s >= self._next:
+            self._next = status.elapsed_s + self.EVERY_S
+            print(line, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        self._bar.close()
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            print(f"\r{'':<{width}}\r", end="", file=sys.stderr, flush=True)
 
 
 # What `progress=None` shows: nothing, until a surface that can draw (a live notebook) registers its own.
