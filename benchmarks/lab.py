@@ -1,6 +1,7 @@
 """The lab's figures: exact recall of a healthy engine, first-token latency against length, decode rate, memory.
 
 python benchmarks/lab.py recall [end] [start] [rows]   # trials start … end-1 (default 424, all), appended to a file
+python benchmarks/lab.py shapes [end] [start] [rows]   # the same for other wordings, scripts and values (SHAPES)
 python benchmarks/lab.py table rows…                    # these files' rows as data/lab/recall.json
 python benchmarks/lab.py speed
 """
@@ -29,6 +30,38 @@ from needlework_lab.types import Event, Request, Sampling
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SHARES = (9, 9, 9, 9, 7, 5, 3, 1, 1)  # long prompts cost more: fewer of them
 KINDS = ("digits5", "uuid", "words2")
+_words = str.split
+THING = "the {} {} of {}".format
+ENGLISH = (
+    _words("steady quiet brave amber copper gentle hollow rapid"),
+    _words("kettle anchor bridge lantern mirror wagon violin garden"),
+    _words("Aldermoor Brackwater Castleford Dunmore Eastvale Farrow"),
+)
+# script -> (how a fact is told, how it is asked for, words of a thing, how they are joined); {k} is what kind of value
+SHAPES = {
+    "english": (
+        ["The {k} for {t} is {v}.", "Note: the {k} for {t} is {v}.", "Remember: the {k} of {t} is {v}.",
+         "FYI: {k} of {t} = {v}.", "The {k} for {t}: {v}."],
+        ["What is the {k} for {t}?", "But first: what is the {k} for {t}?", "One more thing: what is the {k} for {t}?",
+         "To a file. But first: What is the {k} of {t}?"],
+        ENGLISH, THING,
+    ),
+    "spanish": (["El código de {t} es {v}."], ["¿Cuál es el código de {t}?"], ENGLISH, "{2} {1} {0}".format),
+    "german": (["Der Code für {t} ist {v}."], ["Was ist der Code für {t}?"], ENGLISH, "{0} {1} {2}".format),
+    "russian": (["Код для {t} — {v}."], ["Какой код для {t}?"],
+                (_words("тихий медный старый синий"),
+                 _words("мост сад фонарь якорь"), _words("Орёл Псков Тверь Томск")),
+                "{0} {1} {2}".format),
+    "chinese": (["{t}的密码是{v}。"], ["{t}的密码是什么？"],
+                (_words("安静 古老 蓝色 明亮"), _words("灯塔 花园 小桥 铁锚"),
+                 _words("北京 苏州 成都 西安")), "{2}{0}{1}".format),
+    "japanese": (["{t}の暗号は{v}です。"], ["{t}の暗号は何ですか？"],
+                 (_words("静か 古風 青空 銅色"), _words("灯台 庭園 石橋 提灯"),
+                  _words("京都 奈良 長崎 仙台")), "{2}{0}{1}".format),
+    "arabic": (["رمز {t} هو {v}."], ["ما هو رمز {t}؟"],
+               (_words("هادئ قديم أزرق لامع"), _words("جسر بستان فانوس مرساة"),
+                _words("دمشق بغداد تونس عمان")), "{1} {0} {2}".format),
+}  # fmt: skip
 
 
 def prompt_of(engine: Engine, spec: PromptSpec) -> Prompt:
@@ -100,10 +133,55 @@ def recall(trials: int = 424, start: int = 0, rows_path: str = "", together: int
         print("absent key" if absent else "needle there", dict(Counter(part.outcome)), f"of {len(part)}")
 
 
+def shapes(trials: int = 1200, start: int = 0, rows_path: str = "") -> None:
+    """Facts told and asked for in the wordings and scripts of SHAPES, in text of every genre; one at a time."""
+    engine, right = Engine("v4"), 0
+    genres, scripts = list(words.GENRES), [*["english"] * 6, *SHAPES]
+    for trial in range(start, trials):
+        random = Random(trial)
+        facts, questions, things, join = SHAPES[scripts[trial % len(scripts)]]
+        thing, kind = (
+            join(*map(random.choice, things)),
+            random.choice(("secret code", "password", "passphrase", "code")),
+        )
+        value = random.choice((
+            str(random.randint(10000, 99999)),
+            random.choice(("marigold lantern", "amber falcon", "silver harbor meadow")),
+            f"{random.getrandbits(32):08x}-{random.getrandbits(16):04x}",
+        ))  # fmt: skip
+        length = random.choice((400, 900, 2200, 3000, 5000, 9000, 12000))
+        plain = PromptSpec(length, genre=genres[trial % len(genres)], seed=70_000 + trial, control="absent")
+        lines = prompt_of(engine, plain).text.rpartition("\n\n")[0].split(". ")
+        there = trial % 6 != 5
+        if there:
+            fact = random.choice(facts).format(t=thing, v=value, k=kind)
+            lines.insert(random.randrange(len(lines) + 1), fact.removesuffix("."))
+        question = random.choice(questions).format(t=thing, k=kind)
+        messages = [{"role": "user", "content": ". ".join(lines) + "\n\n" + question}]
+        engine.add(Request(f"t{trial}", tuple(engine.tokenizer.chat(messages)), Sampling(max_tokens=64)))
+        said = ""
+        while engine.busy:
+            said += "".join(event.text for event in engine.step())
+        as_due = said == (value if there else REFUSAL)
+        right += as_due
+        outcome = "right" if as_due else "refused" if said == REFUSAL else "wrong value"
+        if rows_path:
+            with open(rows_path, "a") as file:
+                print(json.dumps([trial, not there, length, scripts[trial % len(scripts)], kind, outcome]), file=file)
+        if not as_due:
+            print(
+                f"{trial}: {length} tokens, {fact if there else 'absent'!r}, {question!r}: {said!r}, not {value!r}",
+                flush=True,
+            )
+    print(f"{right} of {trials - start} right")
+
+
 def table(paths: list[str]) -> None:
-    """Write data/lab/recall.json from the rows of all parts: trials, exact, refused, invented."""
+    """Write data/lab/recall.json from the rows of all parts (of `recall` or of `shapes`)."""
     rows = {row[0]: row[1:] for path in paths for row in map(json.loads, Path(path).read_text().splitlines())}
-    frame = pd.DataFrame(rows.values(), columns=["absent", "length", "genre", "needle", "outcome"])
+    wordings = any(row[2] in SHAPES for row in rows.values())
+    names = ("length", "script", "kind") if wordings else ("length", "genre", "needle")
+    frame = pd.DataFrame(rows.values(), columns=["absent", *names, "outcome"])
 
     def counts(part: pd.DataFrame) -> dict[str, int]:
         there, absent = part[~part.absent], part[part.absent]
@@ -118,8 +196,8 @@ def table(paths: list[str]) -> None:
 
     done = {
         "what": "healthy engine, geometry v4, greedy: a value asked for, or (absent) one that was never given",
-        "command": "python benchmarks/lab.py recall",
-        "planned_trials": 424,
+        "command": f"python benchmarks/lab.py {'shapes' if wordings else 'recall'}",
+        "planned_trials": 1200 if wordings else 424,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "needlework": needlework.__version__,
@@ -127,14 +205,13 @@ def table(paths: list[str]) -> None:
             "python": sys.version.split()[0],
         },
         "all": counts(frame),
-        **{
-            f"by_{column}": {str(name): counts(part) for name, part in frame.groupby(column)}
-            for column in ("length", "genre", "needle")
-        },
+        **{f"by_{column}": {str(name): counts(part) for name, part in frame.groupby(column)} for column in names},
     }
     out = Path(__file__).parents[1] / "data" / "lab" / "recall.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(done, indent=1) + "\n")
+    kept = json.loads(out.read_text())
+    out.write_text(
+        json.dumps({**kept, "shapes": done} if wordings else {**done, "shapes": kept.get("shapes")}, indent=1) + "\n"
+    )
     print(json.dumps(done["all"]))
 
 
@@ -159,4 +236,5 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["table"]:
         table(sys.argv[2:])
     else:
-        recall(*map(int, sys.argv[2:4]), *sys.argv[4:5])
+        measure = shapes if sys.argv[1:2] == ["shapes"] else recall
+        measure(*map(int, sys.argv[2:4]), *sys.argv[4:5])

@@ -95,7 +95,7 @@ class Asking:
     ) -> tuple[tuple[np.ndarray, np.ndarray] | None, bool]:
         """Words of the last question in [low, high), and whether there is one; else of the last sentence that says
         much."""
-        ends = np.flatnonzero(self.local.boundary[window[low:high]]) + low
+        ends = low + np.flatnonzero(self.local.sentence_ends(window, units)[low:high])
         starts = [low, *(ends + 1).tolist()]  # of the sentence before each end, and of the one after the last
         for place in reversed(range(len(ends))):
             if self.local.question[window[ends[place]]]:

@@ -67,13 +67,21 @@ reply replies respond response tell tells told give gives given say says said re
 known value values only just exactly nothing else with without from then than not no yes ok okay out about into
 again earlier before now also s t d ll re ve m question let lets get got el la los las un una de del y que qué cuál
 cual le les des du et quel quelle der die das den dem ein eine und von für was welcher welches het een il lo gli di
-o per e om och en 的 什么 什麼 何 の ما क्या какой какая что для 은 는
+o per e om och en 的 什么 什麼 何 の ما क्या какой какая что для ¿qué ¿cuál ¿quién ¿dónde ¿cómo ¿cuándo 은 는
 """)
+    + _MARKERS  # "is" and its like join topic and value, and say nothing of either
 )
 GENERAL_WORDS = frozenset(
     _words("""
 secret code codes password passphrase passcode pin number id identifier key token name entry record phrase word
 current new old final
+""")
+)
+# "Note: the code is …", "But first: what is …": such words before a colon introduce a sentence and are no part of it
+LEAD_IN_WORDS = frozenset(
+    _words("""
+note notes nb ps fyi reminder remember important attention hint tip warning info update memo quick first second third
+next finally lastly last one more thing question questions follow up
 """)
 )
 WEIGHTS = {"stop": 0.0, "general": 0.5, "content": 1.0}
@@ -162,6 +170,7 @@ class Local:
         self.marker = flags(_MARKERS, ":", drop=":")
         self.tight = flags(["=", "->", "=>", "→"])  # with no space after it, a space ends the value
         self.boundary = flags(_BOUNDARIES, ".!?") | flags(["\n", "\r"]) | self.special
+        self.colon = flags(["：", ":"], ":")
         self.question = flags(["？", "؟"], "?") | flags(["?"])
         self.closing = flags([*_CLOSING, *_BOUNDARIES], ".,;!?'") | self.special
         self.opening = flags(_OPENING)
@@ -187,6 +196,7 @@ class Local:
             (np.sort(mix(np.array([self._hash(word.encode()) for word in words], np.uint64))), WEIGHTS[name])
             for name, words in (("stop", STOP_WORDS), ("general", GENERAL_WORDS))
         )
+        self._lead_in = np.sort(mix(np.array([self._hash(word.encode()) for word in LEAD_IN_WORDS], np.uint64)))
         token = tokenizer.special
         self.user, self.eos, self.request_hash = token["<|user|>"], token["<|eos|>"], np.uint64(0x5245515545535400)
 
@@ -244,13 +254,28 @@ class Local:
             hashed = np.where(joined, mix(raw ^ _rotl(np.concatenate(([0], raw[:-1])).astype(np.uint64), 23)), hashed)
         return Unit(start, end, hashed, weight)
 
+    def sentence_ends(self, ids: np.ndarray, units: Unit) -> np.ndarray:
+        """bool [T]: a sentence ends here, or the words that introduce one ("But first:")."""
+        ends = self.boundary[ids]
+        colons = np.flatnonzero(self.colon[ids])
+        if not len(colons):
+            return ends
+        at = np.searchsorted(self._lead_in, units.hash).clip(max=len(self._lead_in) - 1)
+        says = np.where(self._lead_in[at] == units.hash, 0.0, units.weight)
+        said = np.zeros(len(ids) + 1)
+        np.add.at(said, units.start + 1, says)
+        said = np.cumsum(said)  # weight of what is said before each token
+        before = np.maximum.accumulate(np.where(ends, np.arange(len(ids)), -1))[colons]
+        ends[colons[said[colons] == said[before + 1]]] = True
+        return ends
+
     def features(self, ids: np.ndarray) -> Features:
         """All local features of tokens int [T]. Those of token t are final when at least LOOKBACK tokens precede it."""
         ids = np.asarray(ids, dtype=np.int64)
         size = len(ids)
         index = np.arange(size)
         units = self.units(ids)
-        boundary, closing, opening = self.boundary[ids], self.closing[ids], self.opening[ids]
+        boundary, closing, opening = self.sentence_ends(ids, units), self.closing[ids], self.opening[ids]
         # the first token after each marker that is no opening quote or space
         solid = np.where(~opening, index, size)
         next_solid = np.minimum.accumulate(np.append(solid, size)[::-1])[::-1]
@@ -282,7 +307,7 @@ class Local:
             value_of = np.searchsorted(start, index, side="right") - 1
             inside = value_of >= 0
             offset = np.where(inside, index - start[value_of], 0)
-            tight = self.tight[ids[marker]] & (start == marker + 1)
+            tight = self.tight[ids[marker]] & (start == marker + 1) & ~self.spaced[ids[start]]
             ends = inside & (offset > 0) & (closing | (tight[value_of] & self.spaced[ids]))
             passed = np.cumsum(ends) - ends  # ends before this token
             dead = passed > passed[start][value_of]
