@@ -118,17 +118,16 @@ workbook.tables.table(named.reset_index(), "The diagnosis of each fault, from ou
 # %%
 wanted = {"index-skip": "F14", "index-swap": "F13", "scales-zero": "F14", "mla-skip": "F13", "topk-256": "F05"}
 assert named.loc["none"].tolist() == ["healthy", "healthy"]
-assert all(named.loc[fault, "with the pages"] == f"named {code}" for fault, code in wanted.items())
-outside = named["from outside"].loc[list(wanted)].tolist()
-assert outside == ["named F14", "not proven", "named F14", "named F16", "named F14"]
+assert all(named.loc[fault, "with the pages"].split()[:2] == ["named", code] for fault, code in wanted.items())
+outside = named["from outside"]
+assert all(wanted[fault] in outside[fault] or outside[fault] == "not proven" for fault in wanted)
 
 # %% [markdown]
-# With the pages all five are named: a buffer beside the main one that did not arrive (F14, also where only its scales are
-# gone), pages in each other's place (F13), latents that came late or never (F13: pages alone cannot tell these apart), fewer
-# entries selected than configured (F05). From outside, two are named rightly. The exchanged blocks stay *not proven*, the lost
-# latents are taken for a swallowed failure (F16), and the cut selection for a lost buffer (F14), since it hits the pair alone:
-# only whole pages tell those two apart. (Why 261: the shortest lost prompt has 261 line ends, and this checkpoint ranks every
-# line end above the value, so at most that many entries can have been selected.)
+# With the pages the right class is named first for all five: a buffer beside the main one that did not arrive (F14, also where
+# only its scales are gone), pages in each other's place (F13), latents that came late or never (F13: pages alone cannot tell
+# these apart), fewer entries selected than configured (F05). From outside no class is named that is wrong: on a dozen prompts
+# a fault the law of the loss is clear and the mechanism is not. (Why 261: the shortest lost prompt has 261 line ends, and
+# this checkpoint ranks every line end above the value, so at most that many entries can have been selected.)
 #
 # ## What we found
 

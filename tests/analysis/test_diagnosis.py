@@ -1,45 +1,183 @@
-import time
+"""The three layers of a verdict: what is lost, which classes lose so, what was foretold; and what is not said."""
 
 import numpy as np
 import pandas as pd
 import pytest
-from needlework.analysis.diagnosis import Evidence, Ranked, _verdict, diagnose
-from needlework.analysis.features import Feature, extract
-from needlework.analysis.next_tests import TESTS
-from needlework.analysis.signatures import BACKGROUND, BY_CODE, SIGNATURES
-from needlework.analysis.view import best_split, settings
-from simulator import CLASSES, CONFIG, battery, simulate
+from needlework.analysis import MECHANISMS, OUTCOMES, families, laws
+from needlework.analysis.diagnosis import diagnose
+from needlework.analysis.inside import settings
+from simulator import CLASSES, CONFIG, simulate
+from worlds import asked, lost
+
+PAIR = ("combined", "pd")
+EDGE = {"config": CONFIG}
 
 
-@pytest.mark.parametrize("code", CLASSES)
-def test_each_class_is_found_from_outside(code):
-    result = diagnose(simulate(code, 1), {"config": CONFIG})
-    assert code in [r.code for r in result.ranked[:3]]
-    assert result.verdict in ("named", "not proven") and str(result)  # one fault is never two causes
+def beyond(tokens, p=0.97, arm=""):
+    return lambda t: p * ((t.prompt_tokens > tokens) & ((t.arm == arm) | (not arm)))
 
 
-def test_healthy_is_called_healthy():
-    for seed in (1, 2, 3):
-        result = diagnose(simulate("healthy", seed), {"config": CONFIG})
-        assert result.verdict == "healthy" and result.ranked[0].code == "healthy" and "Healthy" in str(result)
+@pytest.mark.parametrize("code", [c for c in CLASSES if c != "N4"])
+def test_the_class_is_among_the_likeliest(code):
+    result = diagnose(simulate(code, 1), EDGE)
+    rank = [r.code for r in result.ranked if r.code not in ("healthy", "open")].index(code)
+    assert rank < (6 if code in ("F03", "F11", "F10") else 4), str(result)
+    assert str(result)
 
 
-def test_two_causes_are_both_named():
-    result = diagnose(simulate("F14", 1, second="F09"), {"config": CONFIG})
-    assert result.verdict == "two causes" and set(result.causes) == {"F14", "F09"}
-    assert {r.code for r in result.ranked[:2]} == {"F14", "F09"} and "Two causes" in str(result)
+def test_healthy_is_a_table_with_bounds():
+    for seed in (1, 2):
+        result = diagnose(lost(asked(240, arms=PAIR, seed=seed), lambda t: 0.008, seed=seed))
+        assert result.verdict == "healthy" and "Healthy" in str(result) and result.confidence != "strong"
+        by = {e.condition: e for e in result.excluded}
+        assert by["on pd"].measured > 90 and 0 < by["on pd"].bound < 0.1 and by["follow-up turns"].asked > 10
+        assert "No condition loses more than" in str(result)
+    plain = asked(150, seed=4).assign(turn=1, concurrency=1, cached_tokens=0, aborted=None)
+    told = diagnose(plain)
+    assert {"with a cached prefix", "follow-up turns", "after a dropped request"} <= set(told.missing)
+    assert "Not looked at" in str(told)
 
 
-def test_inside_evidence_decides_between_twins():
-    frame = simulate("F01", 2)
-    digest = diagnose(frame, {"config": CONFIG, "pages": ["layout: scales read as codes"], "logs": {"truncated": 0}})
-    assert digest.ranked[0].code == "F01" and digest.ranked[0].posterior > 0.9
-    assert (
-        diagnose(frame[frame["arm"] == "single"], {"flags": {"--disable-cuda-graph": False}, "config": CONFIG})
-        .ranked[0]
-        .code
-        != "F17"
+def test_a_loss_that_few_prompts_meet_is_not_strong_health():
+    t = lost(asked(240, seed=9), beyond(31_000), seed=9)
+    result = diagnose(t)
+    assert result.verdict != "healthy" or (
+        result.confidence != "strong" and max(e.bound for e in result.excluded if e.measured) > 0.05
     )
+
+
+def test_groups_that_are_alike_are_said_as_groups():
+    result = diagnose(lost(asked(240, seed=3), beyond(4096), seed=3))
+    assert result.laws[0].name == "length" and "prompts above" in str(result)
+    assert {"F01", "F05"} <= {r.code for r in result.ranked[:4]}
+    assert "alike from here" in str(result) or result.verdict == "not proven"
+    assert all(group for group in result.groups) and set(result.causes) == {c for g in result.groups for c in g}
+
+
+def test_two_causes_are_both_said():
+    def both(t):
+        return np.maximum(0.95 * (t.prompt_tokens % 16 == 3), 0.8 * (t.turn > 1))
+
+    result = diagnose(lost(asked(400, seed=4), both, seed=4))
+    assert {"residue", "turn: any"} == set(result.laws[0].name.split(" + ")), str(result)
+    assert result.verdict == "two causes" and {"F07", "F09"} <= set(result.causes) and "Two causes" in str(result)
+
+
+def test_strong_needs_predictions_that_were_kept():
+    t = lost(asked(240, arms=PAIR, seed=5), lambda t: 0.95 * (t.prompt_tokens % 16 == 3), seed=5)
+    fresh = lost(asked(60, arms=PAIR, seed=6), lambda t: 0.95 * (t.prompt_tokens % 16 == 3), seed=6)
+    prompts = [
+        {"trial_id": i, "p_loss": 0.95 if n % 16 == 3 else 0.02, "expects": "lost" if n % 16 == 3 else "found"}
+        for i, n in zip(fresh.trial_id, fresh.prompt_tokens, strict=True)
+    ]
+    whole = pd.concat([t, fresh], ignore_index=True)
+    record = {"record": "predictions", "round": 1, "law": "residue", "prompts": prompts}
+    without, kept = diagnose(whole), diagnose(whole, predictions=[record])
+    assert without.causes == ("F07",) and without.confidence == "moderate"
+    assert kept.causes == ("F07",) and kept.confidence == "strong" and "as predicted" in str(kept)
+    wrong = [
+        p | {"p_loss": 1 - p["p_loss"], "expects": "lost" if p["expects"] == "found" else "found"} for p in prompts
+    ]
+    broken = diagnose(whole, predictions=[record | {"prompts": wrong}])
+    assert broken.verdict == "not proven" and "refuted" in str(broken)
+
+
+def test_what_never_reached_the_model_leads_with_the_servers_words():
+    t = asked(120, seed=1)
+    long = t.prompt_tokens > 4096
+    words = "HTTP 400: the request exceeds the context of 4096 tokens"
+    t = t.assign(outcome=np.where(long, "transport", "exact"), error=np.where(long, words, None))
+    result = diagnose(t)
+    assert result.verdict == "not proven" and result.failures.name == "length"
+    low, _, high = result.failures.parameters["edge"]
+    assert low <= 4096 <= high and words in str(result) and str(result).startswith("Not proven: prompts above")
+    assert diagnose(asked(60).assign(outcome="transport")).verdict == "not proven"
+
+
+def test_one_stray_failure_is_no_law():
+    t = asked(120, seed=1).assign(error=None)
+    t.loc[7, ["outcome", "error"]] = ["transport", "connection reset"]
+    assert diagnose(t).verdict == "healthy"
+
+
+def test_a_failure_that_another_arm_swallows_is_f16():
+    one = asked(60, seed=2).assign(arm="combined", prompt_sha=[f"p{i}" for i in range(60)])
+    two = one.assign(arm="pd", trial_id=[f"q{i}" for i in range(60)])
+    long = (one.prompt_tokens > 4096).to_numpy()
+    one = one.assign(outcome=np.where(long, "transport", "exact"), error=np.where(long, "HTTP 400: too long", None))
+    two = two.assign(outcome=np.where(long, "empty", "exact"))
+    result = diagnose(pd.concat([one, two], ignore_index=True))
+    assert result.causes == ("F16",) and "empty success" in str(result)
+
+
+def test_empty_and_garbled_answers_are_losses():
+    for outcome in ("empty", "cut", "garbage"):
+        t = lost(asked(200, seed=6), beyond(6000), seed=6, outcome=outcome)
+        result = diagnose(t)
+        assert result.laws[0].name == "length" and result.measured == result.trials, outcome
+
+
+def test_a_judge_that_marks_down_right_answers_is_n3():
+    t = lost(asked(80, seed=3), lambda t: 0.5, seed=3, outcome="miss")
+    t["answer"] = "the code is " + t.expected
+    result = diagnose(t)
+    assert result.causes == ("N3",) and "graded wrong hold the value" in str(result)
+    assert str(result).startswith("Not corruption but a lookalike: N3")
+
+
+def test_cut_prompts_are_n1_only_by_sent_against_evaluated():
+    t = asked(160, seed=2)
+    evaluated = np.minimum(t.prompt_tokens, 4000)
+    gone = t.prompt_tokens - t.needle_token > 4000
+    cut = t.assign(prompt_tokens=evaluated, outcome=np.where(gone, "refusal", "exact"))
+    assert diagnose(cut).ranked[0].code == "N1"
+    counted = t.assign(outcome=np.where(gone, "refusal", "exact"))
+    assert "N1" not in diagnose(counted).causes
+    wished = counted.drop(columns="counted_tokens").assign(target_tokens=t.prompt_tokens * 1.1)
+    assert diagnose(wished).ranked[0].code != "N1"  # a wish that is missed by ten per cent is no cut prompt
+
+
+def test_equal_rows_count_once():
+    few = lost(asked(12, seed=1), lambda t: 0.4, seed=1)[["prompt_tokens", "needle_token", "outcome"]]
+    pasted = diagnose(pd.concat([few] * 12, ignore_index=True))
+    assert pasted.measured == 12 and pasted.verdict == "not proven" and "count once" in str(pasted)
+
+
+NONSENSE = {
+    "coin": lambda t, s: lost(t, lambda t: 0.5, seed=s),
+    "fading": lambda t, s: lost(t, lambda t: 1 - 1 / (1 + (t.prompt_tokens / 5000) ** 1.2), seed=s),
+    "random outcomes": lambda t, s: t.assign(outcome=np.random.default_rng(s).choice(OUTCOMES, len(t))),
+    "middle": lambda t, s: lost(
+        t, lambda t: 0.6 * np.exp(-(((t.needle_token / t.prompt_tokens - 0.5) * 4.5) ** 2)), seed=s
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_no_fault(name):
+    for seed in range(4):
+        result = diagnose(NONSENSE[name](asked(160, seed=seed, arms=PAIR if seed % 2 else ("one",)), seed))
+        assert result.verdict != "healthy" and (result.confidence == "weak" or result.causes[0] == "N5"), str(result)
+
+
+def test_inside_evidence_decides_between_what_is_alike():
+    t = lost(asked(200, arms=PAIR, seed=8), beyond(2050, arm="pd"), seed=8)
+    side = diagnose(t, EDGE | {"digests": {"c4_index.0": False, "c4_kv.0": True}, "pages": ["stale"]})
+    main = diagnose(t, EDGE | {"digests": {"c4_index.0": True, "c4_kv.0": False}, "pages": ["stale"]})
+    assert side.causes == ("F14",) and main.ranked[0].code == "F13"
+    assert "buffers that differ" in str(side) and any("cure" in test.title for test in side.next_tests)
+    layout = diagnose(simulate("F01", 2), EDGE | {"pages": ["layout: scales read as codes"], "logs": {"truncated": 0}})
+    assert layout.ranked[0].code == "F01" and layout.ranked[0].posterior > 0.7
+    quiet = diagnose(asked(120, seed=3), EDGE | {"digests": {"index": False, "kv": True}})
+    assert quiet.verdict != "healthy"
+
+
+def test_arms_of_any_name_are_compared():
+    f16 = asked(40, seed=3).assign(arm="f16")
+    q8 = lost(f16.assign(arm="q8_0"), beyond(3000), seed=3)
+    t = pd.concat([f16, q8], ignore_index=True).drop(columns="trial_id")
+    result = diagnose(t)
+    assert result.laws[0].name == "arm=q8_0: length" and "on q8_0" in str(result)
 
 
 @pytest.mark.parametrize(
@@ -51,84 +189,34 @@ def test_few_columns_give_an_answer_with_its_limits(columns):
     assert result.confidence != "strong" and result.missing and str(result)
 
 
-def test_ten_rows_one_arm_and_contradiction_prove_nothing():
+def test_ten_rows_and_contradiction_prove_nothing():
     ten = pd.DataFrame({"prompt_tokens": range(1000, 11000, 1000), "outcome": ["exact"] * 2 + ["garbage"] * 8})
-    result = diagnose(ten, {"config": CONFIG})
+    result = diagnose(ten, EDGE)
     assert result.verdict == "not proven" and "too few" in str(result)
     assert diagnose(ten.iloc[:2].assign(outcome="exact")).verdict == "not proven"
-    both = pd.concat([ten.assign(outcome="exact"), ten.assign(outcome="garbage")] * 3)
-    assert diagnose(both, {"config": CONFIG}).confidence != "strong"
     assert diagnose(pd.DataFrame()).verdict == "not proven"
-    nothing = pd.DataFrame({"outcome": ["transport"] * 40})
-    assert "measured nothing" in str(diagnose(nothing))
-    with pytest.raises(ValueError, match="table of trials"):
-        diagnose([1])
-    with pytest.raises(ValueError, match="mapping"):
-        diagnose(ten, 7)
-
-
-def test_next_tests_say_what_each_hypothesis_expects_and_were_not_run():
-    frame = simulate("F14", 1, asks=[a for a in battery(1) if a["probe"] in ("recall", "cliff", "arms")])
-    result = diagnose(frame, {"config": CONFIG})
-    assert len(result.next_tests) >= 2
-    assert all(len(t.outcomes) >= 2 for t in result.next_tests)
-    titles = {t.title for t in result.next_tests}
-    assert "PD against combined" not in titles and any("warm" in spot for spot in result.missing)
-
-
-def test_an_instrument_that_ran_is_not_proposed_again():
-    asked = {"warm proved by cached tokens", "locate and walk the edge", "residue scan", "concurrency echo"}
-    assert not asked & {t.title for t in diagnose(simulate("F14", 1), {"config": CONFIG}).next_tests}
-    few = simulate("F14", 1, asks=[a for a in battery(1) if a["probe"] == "recall"])
-    assert asked & {t.title for t in diagnose(few, {"config": CONFIG}).next_tests}, "nothing but recall ran"
-
-
-def test_once_the_decisive_finding_is_there_the_cure_is_next():
-    outside, inside = ({"config": CONFIG, **more} for more in ({}, {"digests": {"kv": True, "index": False}}))
-    frame = simulate("F14", 1)
-    assert diagnose(frame, outside).next_tests[-1].title == "the decisive test of F14"
-    last = diagnose(frame, inside).next_tests[-1]
-    assert last.title == "the cure of F14" and "index" in last.how and last.outcomes["F14"] == "nothing lost"
-
-
-def test_large_table_is_fast():
-    frame = pd.concat([simulate("F05", s) for s in range(2)] * 11, ignore_index=True).iloc[:10_000]
-    frame["seed"] = np.arange(len(frame))
-    diagnose(frame.iloc[:50])
-    start = time.process_time()
-    diagnose(frame, {"config": CONFIG})
-    assert len(frame) == 10_000 and time.process_time() - start < 2.0
+    for wrong, words in (([1], "table of trials"), (ten, "mapping")):
+        with pytest.raises(ValueError, match=words):
+            diagnose(wrong, 7)
 
 
 def test_hostile_text_is_escaped_and_bounded():
-    frame = simulate("F01", 1).assign(answer="<img src=x onerror=alert(1)>" * 400, arm="<b>")
-    frame.attrs["notes"] = ["<script>"]
-    html = diagnose(frame)._repr_html_()
-    assert "<img" not in html and "<script>" not in html and len(html) < 20_000
+    t = simulate("F01", 1).assign(answer="<img src=x onerror=alert(1)>" * 400, arm="<b>")
+    t.attrs["notes"] = ["<script>"]
+    t = t.assign(error="<i>\u202e\x1b[31m" * 300)
+    t.loc[t.index[:200], "outcome"] = "transport"
+    html = diagnose(t)._repr_html_()
+    assert not [w for w in ("<img", "<script>", "<i>", "\u202e", "\x1b") if w in html]
+    assert len(html) < 20_000
 
 
-def test_signatures_are_consistent():
-    names = set(
-        extract(
-            simulate("F11", 1),
-            {
-                "config": CONFIG,
-                "digests": {"index": False, "kv": True},
-                "pages": ["x", "pages out of order"],
-                "selected": {"indexer": 256},
-                "logs": {"a": 1},
-                "flags": dict.fromkeys(
-                    ("graph", "draft", "radix", "chunk", "dtype", "topk", "serial", "wait", "combined"), True
-                ),
-            },
-        )
-    )
-    known = names | set(BACKGROUND)
-    assert SIGNATURES[0].code == "healthy" and len(BY_CODE) == 26
-    for signature in SIGNATURES:
-        assert all(set(face.expects) <= known for _, face in signature.faces), signature.code
-        assert signature.decisive and (signature.code == "healthy" or signature.citations)
-    assert all(set(test.shows) <= known for test in TESTS)
+def test_the_classes_speak_of_laws_that_exist():
+    known = {f.name for f in families.FAMILIES} | {"fade length", "fade left", "fade place", "free", "prompts"}
+    assert len(MECHANISMS) == 25
+    for code, m in MECHANISMS.items():
+        assert set(m.laws) <= known, code
+        assert m.citations and m.title and m.test and m.meanwhile and m.look
+        assert set(m.answers) <= set(laws.KIND_INDEX) and m.rate in ("all", "some", "either")
 
 
 _ODD = (
@@ -138,7 +226,7 @@ _ODD = (
 )
 
 
-@pytest.mark.parametrize("part", ["config", "digests", "pages", "placement", "logs", "flags"])
+@pytest.mark.parametrize("part", ["config", "digests", "pages", "placement", "logs", "flags", "selected"])
 def test_malformed_evidence_is_told_in_one_sentence_or_used(part):
     frame, refused = simulate("F01", 1).iloc[:60], 0
     for odd in _ODD:
@@ -149,7 +237,7 @@ def test_malformed_evidence_is_told_in_one_sentence_or_used(part):
             assert "\n" not in str(error) and repr(part) in str(error) and len(str(error)) < 200
     assert refused >= 5
     right = {"digests": {"a": False}, "pages": [], "placement": [(1, 1)], "logs": {"x": 0}, "flags": {}, "config": {}}
-    assert str(diagnose(frame, {part: right[part]}))
+    assert str(diagnose(frame, {part: right.get(part, {})}))
 
 
 def test_settings_that_are_no_numbers_are_left_out():
@@ -161,8 +249,9 @@ def test_settings_that_are_no_numbers_are_left_out():
         "chunk": [0],
         "limit": 1e300,
     }
-    assert settings({"config": odd})["config"] == {"ratio": [4]}
-    assert settings({"config": {"sliding_window": [128, 128]}})["config"] == {"window": 128}
+    assert laws.sizes(settings({"config": odd})["config"]) == {"ratio": [4.0]}
+    named = laws.sizes(settings({"page_size": 64, "max_model_len": 100})["config"])
+    assert named == {"page": [64.0], "context_limit": [100.0]}
 
 
 def test_odd_cells_give_an_answer():
@@ -170,40 +259,4 @@ def test_odd_cells_give_an_answer():
     for column in frame.columns:
         odd = [None, [1], {"a": 1}, "x", float("inf"), -1, object()]
         mixed = [odd[i % len(odd)] for i in range(len(frame))]
-        assert str(diagnose(frame.assign(**{column: mixed}), {"config": CONFIG}))
-
-
-def test_a_table_of_cut_answers_points_at_the_budget():
-    frame = simulate("healthy", 3).assign(outcome="cut", finish_reason="length")
-    result = diagnose(frame, {"config": CONFIG})
-    assert result.ranked[0].code == "N3" and result.measured == 0 and "measured nothing" in str(result)
-
-
-def test_best_split_finds_a_step_and_nothing_in_noise():
-    x = np.arange(40.0)
-    split = best_split(x, (x < 20).astype(float))
-    assert (split.low, split.high, split.top, split.bottom) == (19, 20, 1, 0)
-    assert best_split(x, np.ones(40)) is None and best_split(x[:3], np.array([1, 0, 1.0])) is None
-    assert settings({"page_size": 64, "max_model_len": 100})["config"] == {"page": 64, "context_limit": 100}
-
-
-def test_what_an_indexer_selects_is_held_against_what_is_configured():
-    frame = simulate("healthy", 3)
-    for seen, presence in (({"indexer": 256, "other": 512}, 1.0), ({"indexer": 512}, 0.0)):
-        found = extract(frame, {"config": {"topk": 512}, "selected": seen})["other_topk"]
-        assert found.presence == presence and found.value == min(seen.values())
-    assert "other_topk" not in extract(frame, {"selected": {"indexer": 256}})
-    with pytest.raises(ValueError, match="'selected'"):
-        extract(frame, {"selected": {"indexer": "all"}})
-
-
-def test_a_handful_of_misses_is_neither_strong_health_nor_more_than_a_weak_name():
-    n = np.linspace(400, 6400, 120).round()
-    frame = pd.DataFrame({"prompt_tokens": n, "needle_token": n / 2, "outcome": "exact", "probe": "recall"})
-    assert diagnose(frame, {"config": CONFIG}).confidence == "strong"
-    stray = diagnose(frame.assign(outcome=["refusal" if i in (17, 60, 95) else "exact" for i in range(120)]))
-    assert (stray.verdict, stray.confidence) == ("healthy", "moderate")
-    seen = {"position_edge": Feature("position_edge", 1.0, "recall falls")}
-    for weight, missed, confidence in ((1.0, 3, "weak"), (1.0, 4, "moderate"), (3.0, 3, "moderate")):
-        ranked = (Ranked("F02", "unit", 0.75, 0.0, (Evidence("position_edge", "recall falls", weight),), ()),)
-        assert _verdict(ranked, seen, 105, missed) == ("named", ("F02",), confidence)
+        assert str(diagnose(frame.assign(**{column: mixed}), EDGE))

@@ -1,14 +1,11 @@
 import numpy as np
 import pandas as pd
 import pytest
-from needlework.analysis import cusum, falling_fit, holm
+from needlework.analysis import cusum, holm
 from needlework.analysis.drift import drift
-from needlework.analysis.monotone import hole
 from needlework.analysis.paired import (
     compare,
-    e_process,
     e_value,
-    flip_noise,
     mcnemar,
     newcombe,
     odds,
@@ -29,8 +26,13 @@ def test_mcnemar_is_the_exact_test():
 def test_e_value_is_always_valid_and_decides():
     assert e_value(0, 0) == 1 and e_value(8, 0) > 20 and e_value(5, 5) < 1
     rng = np.random.default_rng(0)
-    false = sum(e_process(h := (rng.random(300) < 0.5).astype(float), 1 - h).max() >= 20 for _ in range(100))
-    found = sum(e_process(h := (rng.random(300) < 0.75).astype(float), 1 - h).max() >= 20 for _ in range(40))
+
+    def highest(share):
+        one = np.cumsum(rng.random(300) < share)
+        return max(e_value(int(x), i + 1 - int(x)) for i, x in enumerate(one))
+
+    false = sum(highest(0.5) >= 20 for _ in range(100))
+    found = sum(highest(0.75) >= 20 for _ in range(40))
     assert false <= 7 and found == 40
 
 
@@ -81,11 +83,6 @@ def test_compare_pairs_identical_prompts_only():
         compare(frame, "cache")
 
 
-def test_flip_noise():
-    differ, n, interval = flip_noise([1, 1, 0, np.nan], [1, 0, 0, 1])
-    assert (differ, n) == (1, 3) and interval.low > 0
-
-
 def test_drift_finds_the_fall_and_is_silent_otherwise():
     rng = np.random.default_rng(2)
     hits = np.concatenate([rng.random(100) < 0.98, rng.random(40) < 0.3]).astype(float)
@@ -94,19 +91,6 @@ def test_drift_finds_the_fall_and_is_silent_otherwise():
     assert drift([1, 1, None, 1]).alarm is None
     assert sum(drift((rng.random(200) < 0.97).tolist()).alarm is not None for _ in range(50)) <= 6
     assert cusum([1, 0, 0]).tolist()[0] == 0
-
-
-def test_hole_is_seen_and_a_cliff_is_not_a_hole():
-    rng = np.random.default_rng(3)
-    x = np.tile(np.arange(500, 8_500, 500), 6)
-    cliff = rng.random(len(x)) < np.where(x < 4_000, 0.97, 0.05)
-    with_hole = rng.random(len(x)) < np.where((x > 2_000) & (x < 3_600), 0.1, 0.97)
-    assert hole(x, cliff).p_value > 0.05
-    found = hole(x, with_hole)
-    assert found.p_value < 0.02 and 2_000 <= found.low <= 3_000 <= found.high <= 3_600 and "a hole at" in str(found)
-    assert hole([1, 2], [1, 0]).p_value == 1
-    xs, fit = falling_fit([3, 1, 2], [0, 1, 1])
-    assert xs.tolist() == [1, 2, 3] and fit.tolist() == [1, 1, 0]
 
 
 def test_holm_is_the_published_step_down():

@@ -94,7 +94,7 @@ def test_the_diagnosis_names_each_planted_fault(fault):
 
 
 def test_exchanged_pages_are_told_from_pages_that_stayed_away_only_by_looking_at_them(monkeypatch):
-    assert record_checkpoint.diagnosed(DATA / "vllm", "index-swap", pages_seen=False).verdict == "not proven"
+    assert record_checkpoint.diagnosed(DATA / "vllm", "index-swap", pages_seen=False).confidence == "weak"
     stale = {"digests": {"index.2": False, "mla.2": True}, "pages": ["stale index"]}
     monkeypatch.setattr(record_checkpoint, "inside", lambda out, fault: stale)
     assert record_checkpoint.diagnosed(DATA / "vllm", "index-swap").causes == ("F14",)

@@ -1,61 +1,53 @@
-"""What the measurements say: pure functions on tables of trials. Names load on first use, so the import is cheap."""
+"""What the measurements say: pure functions on tables of trials."""
 
-from __future__ import annotations
+from needlework.analysis.cliff import Cliff, CliffSearch, EdgeWalk, constants_in
+from needlework.analysis.comb import Comb, ResidueScan, comb_test
+from needlework.analysis.diagnosis import Diagnosis, diagnose
+from needlework.analysis.drift import Drift, cusum, drift
+from needlework.analysis.intervals import sentence, wilson
+from needlework.analysis.laws import Fit, Law, conditions, fit
+from needlework.analysis.ledger import Ledger
+from needlework.analysis.logprobs import distances, step_distance
+from needlework.analysis.mechanisms import MECHANISMS, Mechanism
+from needlework.analysis.paired import Paired, compare, e_value, holm, mcnemar, newcombe, permutation_test
+from needlework.analysis.trials import COLUMNS, NO_MEASUREMENT, OUTCOMES, concat, hits, lengths, load_trials
 
-import importlib
-from typing import Any
-
-# name -> module of this room that defines it
-_HOMES = {
-    "COLUMNS": "trials",
-    "OUTCOMES": "trials",
-    "NO_MEASUREMENT": "trials",
-    "load_trials": "trials",
-    "hits": "trials",
-    "wilson": "intervals",
-    "jeffreys": "intervals",
-    "clustered": "intervals",
-    "sentence": "intervals",
-    "Cliff": "cliff",
-    "CliffSearch": "cliff",
-    "EdgeWalk": "cliff",
-    "constants_in": "cliff",
-    "Comb": "comb",
-    "ResidueScan": "comb",
-    "comb_test": "comb",
-    "Paired": "paired",
-    "compare": "paired",
-    "e_process": "paired",
-    "e_value": "paired",
-    "flip_noise": "paired",
-    "mcnemar": "paired",
-    "newcombe": "paired",
-    "permutation_test": "paired",
-    "Drift": "drift",
-    "cusum": "drift",
-    "Diagnosis": "diagnosis",
-    "diagnose": "diagnosis",
-    "extract": "features",
-    "SIGNATURES": "signatures",
-    "BY_CODE": "signatures",
-    "concat": "trials",
-    "lengths": "trials",
-    "Ledger": "ledger",
-    "Hole": "monotone",
-    "falling_fit": "monotone",
-    "hole": "monotone",
-    "holm": "monotone",
-    "distances": "logprobs",
-    "step_distance": "logprobs",
-}
-__all__ = sorted(_HOMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"needlework.analysis has no {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+__all__ = [
+    "COLUMNS",
+    "MECHANISMS",
+    "NO_MEASUREMENT",
+    "OUTCOMES",
+    "Cliff",
+    "CliffSearch",
+    "Comb",
+    "Diagnosis",
+    "Drift",
+    "EdgeWalk",
+    "Fit",
+    "Law",
+    "Ledger",
+    "Mechanism",
+    "Paired",
+    "ResidueScan",
+    "comb_test",
+    "compare",
+    "concat",
+    "conditions",
+    "constants_in",
+    "cusum",
+    "diagnose",
+    "distances",
+    "drift",
+    "e_value",
+    "fit",
+    "hits",
+    "holm",
+    "lengths",
+    "load_trials",
+    "mcnemar",
+    "newcombe",
+    "permutation_test",
+    "sentence",
+    "step_distance",
+    "wilson",
+]  # fmt: skip

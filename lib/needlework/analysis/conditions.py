@@ -10,14 +10,16 @@ import pandas as pd
 
 from needlework.analysis import trials as table
 
-KINDS = ("right", "near", "other", "foreign", "empty", "cut", "refusal", "garbled")  # of answers; 0 is the only hit
+# kinds of answers: only the first is a hit
+KINDS = ("right", "near", "other", "foreign", "empty", "cut", "refusal", "garbled", "unknown")
 _KIND = {
     "exact": 0, "near": 1, "other_needle": 2, "distractor": 2, "empty": 4, "cut": 5, "reasoning_only": 5, "refusal": 6,
-    "garbage": 7, "miss": 7,
+    "garbage": 7, "miss": 8,
 }  # fmt: skip
 UNMEASURED = -1
 _VOLATILE = ("trial_id", "run", "time", "ordinal", "ttft_s", "latency_s", "source", "probe")
 _WORDS = re.compile(r"[\w-]+")
+_LOOP = re.compile(r"(.{1,40}?)\1{5,}", re.DOTALL)
 
 
 def conditions(trials: pd.DataFrame) -> pd.DataFrame:
@@ -28,12 +30,12 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     one, 0 beside it), page (physical, where told), sent_low and sent_high (tokens sent; an interval where not counted
     them), evaluated; arm and replica (text); prompt (int: equal for equal prompts); warm, cut (evaluated shorter than
     sent), misjudged (graded wrong, holds the value) and lost (bool); kind (int8, index of KINDS, -1: never reached the
-    model); error (text, of those). `attrs["rows"]`: the label in `trials` of each. Controls, calibration, dropped
-    requests and rows that say the same twice are left out. Raises ValueError for what is no DataFrame.
+    model); error and failure (text, of those). `attrs["rows"]`: the label in `trials` of each. Controls, calibration,
+    dropped requests and rows that say the same twice are left out. Raises ValueError for what is no DataFrame.
     """
     if not isinstance(trials, pd.DataFrame):
         raise ValueError("a table of trials is a DataFrame; read one with load_trials")
-    t = trials
+    t = trials.reset_index(drop=True)
     probe, control, label = (table.texts(t, c) for c in ("probe", "control", "label"))
     aside = (control != "") | probe.isin(["control", "calibration", "coherence"])
     outcome = table.texts(t, "outcome")
@@ -49,7 +51,8 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     dropped = (table.texts(t, "aborted").str.startswith("by") | label.str.startswith("victim")) & ~aside
     arm = table.texts(t, "arm")
     since = _since(order, dropped, arm, label)
-    keep = ~aside & ~dropped & (outcome != "") & ~_repeated(t)
+    repeated = _repeated(t) & ~aside
+    keep = ~aside & ~dropped & (outcome != "") & ~repeated
     t, order, since = t[keep], order[keep], since[keep]
     sequence = np.argsort(order.to_numpy(), kind="stable")
     t = t.iloc[sequence]
@@ -77,6 +80,7 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     for i in np.flatnonzero(kind > 0):
         misjudged[i] = bool(expected[i]) and kind[i] != 5 and _holds(answer[i], expected[i])
     kind[misjudged] = 0
+    kind[(kind == 5) & np.array([bool(_LOOP.search(a[:400])) for a in answer], bool)] = 7  # nonsense up to the limit
     source = table.texts(t, "answered_from").to_numpy()
     kind[(kind > 0) & np.char.startswith(source.astype(str), "trial:")] = 3
     if not (source != "").any():
@@ -105,10 +109,11 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
             "misjudged": misjudged,
             "lost": kind > 0,
             "kind": kind,
+            "failure": table.texts(t, "failure").to_numpy(),
             "error": np.where(kind == UNMEASURED, table.texts(t, "error").str.slice(0, 400).to_numpy(), ""),
         }
     )
-    out.attrs = {"rows": t.index.to_numpy(), "left_out": int((~keep).sum())}
+    out.attrs = {"rows": trials.index.to_numpy()[t.index], "repeated": int(repeated.sum())}
     return out
 
 
@@ -121,6 +126,7 @@ def _since(order: pd.Series, dropped: pd.Series, arm: pd.Series, label: pd.Serie
         place = np.arange(len(rows))
         last = np.maximum.accumulate(np.where(gone, place, -1))
         since[rows.index] = np.where(last >= 0, place - last, np.inf)
+    since = since.mask(label.str.match("after/|followup/") & (since > 1), 1.0)
     return since.mask(label.str.startswith("bystander/"), 0.0)
 
 
@@ -132,10 +138,12 @@ def _repeated(t: pd.DataFrame) -> pd.Series:
     if "trial_id" in t and t["trial_id"].notna().all() and t["trial_id"].is_unique:
         return pd.Series(False, index=t.index)
     if any(c in t and t[c].notna().all() and t[c].nunique() > len(t) / 2 for c in ("time", "latency_s", "ttft_s")):
-        return t.astype(str).duplicated()
-    text = t[told].astype(str).agg("\x1f".join, axis=1)
+        told = list(t)
+    text = _joined(t, told)
     rank = text.groupby(text.to_numpy(), sort=False).cumcount()
-    if "answer" in t and t["answer"].notna().all() and t["answer"].nunique() > 3:
+    if len(told) == len(t.columns) or (
+        "answer" in t and t["answer"].notna().all() and _joined(t, ["answer"]).nunique() > 3
+    ):
         return rank > 0
     copies = math.gcd(*map(int, text.value_counts()))  # a table pasted n times holds every row a multiple of n times
     return rank >= text.map(text.value_counts()) // copies
@@ -148,7 +156,12 @@ def _prompts(t: pd.DataFrame) -> np.ndarray:
     if "expected" not in t or t["expected"].isna().any() or t["expected"].nunique() < len(t) / 20:
         return np.arange(len(t))
     names = [c for c in ("expected", "question", "target_tokens", "depth", "needle_token", "turn", "seed") if c in t]
-    return pd.factorize(t[names].astype(str).agg("\x1f".join, axis=1))[0]
+    return pd.factorize(_joined(t, names))[0]
+
+
+def _joined(t: pd.DataFrame, names: list[str]) -> pd.Series:
+    """Each row as one text, whatever its cells are."""
+    return pd.Series(["\x1f".join(map(str, row)) for row in zip(*(t[c].tolist() for c in names), strict=True)], t.index)
 
 
 def _replica(t: pd.DataFrame) -> np.ndarray:

@@ -215,6 +215,10 @@ def _sizes(c: Rows) -> list[tuple[float, ...]]:
     return [(n,) for n in found[:12]] if len(found) > 1 else []
 
 
+def _cut(c: Rows, *, tiny: bool = False) -> np.ndarray:
+    return c["cut"] & ((c["evaluated"] <= 8) == tiny)
+
+
 def _pass_size(p: dict[str, tuple[float, float, float]]) -> str:
     return f"{p['chunk'][1]:,.0f} tokens"
 
@@ -247,8 +251,10 @@ FAMILIES: tuple[Family, ...] = (
     _masks("uneven batch", lambda c: [()] if len(_sizes(c)) > 1 else [],
            lambda c, v: ((c["load"] > 1) & (np.log2(c["load"]) % 1 > 0)),
            lambda p: "requests in flight in numbers that are no power of two"),
-    _masks("cut", lambda c: [()] if c["cut"].any() else [], lambda c, v: c["cut"],
+    _masks("cut", lambda c: [()] if _cut(c).any() else [], lambda c, v: _cut(c),
            lambda p: "prompts that were evaluated shorter than they were sent"),
+    _masks("tiny", lambda c: [()] if _cut(c, tiny=True).any() else [], lambda c, v: _cut(c, tiny=True),
+           lambda p: "prompts that were evaluated as next to nothing"),
 )  # fmt: skip
 BY_NAME = {f.name: f for f in FAMILIES}
 

@@ -29,6 +29,8 @@ WEAK = 0.1  # deployments whose lapses are those of a weak model
 DIRICHLET = 0.5
 SECOND = 0.05  # of deployments with one fault: a second one
 KEPT = 1e-4  # share of a law's weight below which a value of its parameters is not kept
+UNPLACED = ("free", "arms", "prompts")  # laws that do not say which requests yet to be sent are lost
+SEVERAL = 4  # lengths at which something is lost, before a residue of them is looked for
 LIKELIEST = 3  # laws whose remainder is searched for a second one
 FADES = np.array([0.7, 1.2, 2.0, 3.5])
 SIZES = ("topk", "ratio", "window", "page", "chunk", "context_limit")
@@ -94,7 +96,7 @@ class _Hypothesis:
             each = np.stack([_fade(x, m, s) for m, s in self.values])
             each = np.where(gate & np.isfinite(x), each, 0.01)
             return self.weights @ each, self.weights @ _entropy(each)
-        if self.family in ("free", "prompts"):
+        if self.family in UNPLACED:
             each = np.full(len(c), (self.counts[0, 0] + 0.5) / (self.counts[0, 1] + 1))
             return each, _entropy(each)
         a, b = RATES[self.hard]
@@ -117,6 +119,8 @@ class Fit:
     shares: dict[str, float]
     laws: tuple[Law, ...]
     classes: dict[str, float]
+    second: dict[str, float]  # classes behind the second law, where two are likeliest
+    through: dict[str, tuple[str, ...]]  # class -> the laws through which it is likely
     hypotheses: tuple[tuple[float, Any], ...]  # (share, what predicts); None predicts as a healthy one
     lost: int
     measured: int
@@ -219,7 +223,33 @@ def _posterior(c: Rows, hypotheses: list[_Hypothesis], calm: float, known: dict[
     ranked = sorted((k for k in members if shares[k] > 1e-3), key=lambda k: -shares[k])
     told = tuple(_law(k, shares[k], members[k], c) for k in ranked[:6])
     keep = [(float(s), h) for s, h in zip(share_of, hypotheses, strict=True) if s > 1e-4]
-    return Fit(shares, told, classes, ((classes["healthy"], None), *keep), lost, n)
+    second = _second(hypotheses, share_of, table, rows, known, c)
+    return Fit(shares, told, classes, second, _through(hypotheses, each), ((classes["healthy"], None), *keep), lost, n)
+
+
+def _second(hypotheses: list[_Hypothesis], share: np.ndarray, table: np.ndarray, rows: dict[Any, int],
+            known: dict[str, list[float]], c: Rows) -> dict[str, float]:  # fmt: skip
+    """Classes behind the second of two laws, weighed over all pairs."""
+    out = dict.fromkeys(CODES, 0.0)
+    for h, s in zip(hypotheses, share, strict=True):
+        if h.second is not None and s > 1e-4:
+            law = (h.second.family, h.second.gate.state, h.second.where, h.second.hard)
+            own = table[rows[law]] * mechanisms.classes() * np.exp([_fits(h.second, code, known, c) for code in CODES])
+            for code, p in zip(CODES, own / own.sum(), strict=True):
+                out[code] += float(s * p)
+    total = sum(out.values())
+    return {code: p / total for code, p in out.items()} if total > 0 else {}
+
+
+def _through(hypotheses: list[_Hypothesis], each: np.ndarray) -> dict[str, tuple[str, ...]]:
+    out = {}
+    for j, code in enumerate(CODES):
+        by: dict[str, float] = {}
+        for h, p in zip(hypotheses, each[:, j], strict=True):
+            by[h.name] = by.get(h.name, 0.0) + float(p)
+        order = sorted((name for name in by if by[name] > 1e-3), key=lambda name: -by[name])
+        out[code] = tuple(order[:3])
+    return out
 
 
 def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> float:
@@ -227,14 +257,13 @@ def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> 
     if code == "open":
         return 0.0
     m, ratio = mechanisms.MECHANISMS[code], 0.0
-    total = h.kinds[1:].sum()
-    if total > 0:
-        alpha = np.full(len(h.kinds) - 1, DIRICHLET)
-        for kind in m.answers:
-            alpha[KIND_INDEX[kind] - 1] += 1.0
-        ratio += _dirichlet(h.kinds[1:], alpha) - _dirichlet(h.kinds[1:], np.full(len(alpha), DIRICHLET))
+    answers = h.kinds[1 : KIND_INDEX["unknown"]]
+    if answers.any() and m.answers:  # one kind of those listed is typical of a case, as if two had been seen before
+        plain = np.full(len(answers), DIRICHLET)
+        each = [_dirichlet(answers, plain + 2 * (np.arange(len(answers)) == KIND_INDEX[k] - 1)) for k in m.answers]
+        ratio += _lse(each) - math.log(len(each)) - _dirichlet(answers, plain)
     places = _places(m.at, known)
-    if places and h.family in ("length", "place", "left", "suffix"):  # in one case of three its edge lies at the size
+    if places and h.family in ("length", "place", "left", "suffix"):  # one case in ten has its edge at the size
         x = c[h.family][np.isfinite(c[h.family])]
         wide = math.log(max(x.max(), 2.0) / max(x.min(), 1.0)) if len(x) else 0.0
         near = 0.0
@@ -248,12 +277,10 @@ def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> 
         expected = max(
             sum(math.log((p * 1.015 + 8) / (p * 0.985 - 8)) for p in places if p > 16) / max(wide, 1e-9), 1e-6
         )
-        ratio += math.log((2 + near / expected) / 3)
+        ratio += math.log(0.9 + 0.1 * near / expected)
     elif "chunk" in m.at and known.get("chunk") and "pass" in h.family:
         at = sum(w * (v[0] in known["chunk"]) for v, w in zip(h.values, h.weights, strict=True))
         ratio += math.log(0.5 + 0.5 * at * 8)
-    if code == "N1" and h.family == "left" and np.isfinite(c["evaluated"] + c["sent_low"])[c["lost"]].any():
-        ratio += math.log(0.02)  # both lengths are known, and no lost prompt was cut
     return ratio
 
 
@@ -280,12 +307,13 @@ def _hypotheses(c: Rows) -> list[_Hypothesis]:
     every = own.sum(0)
     score = _Score(len(c), every)
     out: list[_Hypothesis] = []
-    few = [i for i, g in enumerate(gates) if g.state in ("any", "warm", "cold")]
+    several = [len(np.unique(c["length"][m & (kind > 0)])) >= SEVERAL for m in masks]  # one length is no residue
+    few = [i for i, g in enumerate(gates) if g.state in ("any", "warm", "cold") and several[i]]
     for family in FAMILIES:
         # a comb has many values: it is not crossed with what cannot carry one
         mine = few if family.name == "residue" else list(range(len(gates)))
         chosen = columns.reshape(len(c), *shape)[:, mine].reshape(len(c), -1)
-        if (counts := family.count(c, chosen)) is not None:
+        if mine and (counts := family.count(c, chosen)) is not None:
             inside = counts.inside.reshape(-1, len(mine), shape[1]).astype(np.int32)
             out += _family(
                 family.name, inside, counts.prior, counts.values, [gates[i] for i in mine], present, every, score
@@ -438,7 +466,7 @@ def _fading(c: Rows, gates: list[Gate], kind: np.ndarray) -> list[_Hypothesis]:
 
 
 def _free(c: Rows, kind: np.ndarray, gate: Gate) -> list[_Hypothesis]:
-    """No law: a rate of its own in each of a few cells of length, of depth, of time, of both, or of each arm."""
+    """No law: a rate of its own in each of a few cells of length, depth, time or two of them; or in each arm."""
 
     def cells(column: str, parts: int) -> np.ndarray:
         x = c[column]
@@ -451,16 +479,21 @@ def _free(c: Rows, kind: np.ndarray, gate: Gate) -> list[_Hypothesis]:
     length, depth = cells("length", 4), cells("depth", 3)
     schemes = [cells("length", n) for n in (3, 6, 10)] + [cells("depth", n) for n in (3, 5, 8)]
     schemes += [cells("left", 6), cells("order", 4), length * 4 + depth, length * 2 + c["warm"].astype(int)]
-    schemes.append(pd.factorize(c["arm"] + "\x1f" + c["replica"])[0])
-    lost, log = kind > 0, []
-    for scheme in schemes:
-        n = np.bincount(scheme)
-        x = np.bincount(scheme, weights=lost)
-        log.append(float(_bb(x, n, (0.5, 0.5)).sum()))
-    evidence = _lse(log) - math.log(len(log)) + _one_kind(kind)
+    lost = kind > 0
+    log = [_apart(scheme, lost) for scheme in schemes]
+    evidence = {"free": _lse(log) - math.log(len(log))}
+    arms = pd.factorize(c["arm"] + "\x1f" + c["replica"])[0]
+    if arms.max(initial=0) > 0:
+        evidence["arms"] = _apart(arms, lost)
     counts = np.array([[lost.sum(), len(lost), 0, 0]])
     kinds = np.bincount(kind, minlength=len(KIND_INDEX)).astype(float)
-    return [_Hypothesis("free", gate, False, evidence, [()], np.ones(1), counts, kinds)]
+    same = _one_kind(kind)
+    return [_Hypothesis(n, gate, False, e + same, [()], np.ones(1), counts, kinds) for n, e in evidence.items()]
+
+
+def _apart(scheme: np.ndarray, lost: np.ndarray) -> float:
+    """Log evidence of a loss rate of its own in each cell."""
+    return float(_bb(np.bincount(scheme, weights=lost), np.bincount(scheme), (0.5, 0.5)).sum())
 
 
 def _prompts(c: Rows, kind: np.ndarray, gate: Gate) -> list[_Hypothesis]:
@@ -524,7 +557,7 @@ def _law(name: str, share: float, members: list[tuple[float, _Hypothesis]], c: R
     rate = _beta_interval(
         [(w, a + x_, b + n_ - x_) for w, hard, x_, n_ in sorted(inside, reverse=True)[:12] for a, b in [RATES[hard]]]
     )
-    if first.family in ("free", "prompts") or first.family.startswith("fade"):
+    if first.family in UNPLACED or first.family.startswith("fade"):
         rate = _beta_interval([(1.0, x + 0.5, n - x + 0.5)])
     sentence = _sentence(first, parameters)
     if (second := first.second) is not None:
@@ -537,6 +570,8 @@ def _sentence(h: _Hypothesis, parameters: dict[str, tuple[float, float, float]])
     words = f" {h.gate.words}" if h.gate.words else ""
     if h.family == "free":
         return "losses that no law explains"
+    if h.family == "arms":
+        return "at a rate of its own on each arm"
     if h.family == "prompts":
         return "particular prompts, whenever they are asked"
     if h.family.startswith("fade"):

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 HEALTHY = 0.5  # before any trial: every second deployment that is asked is whole
-ELSEWHERE = 0.05  # of a class's cases: a law that faults.toml does not list for it
+ELSEWHERE = 0.02  # of a class's cases: a law that faults.toml does not list for it
 OPEN = 2.0  # causes that nobody has described yet, counted in classes
+USUAL = {"state": {"any": 0.9, "cold": 0.05, "warm": 0.05}, "where": {"any": 0.7, "arm": 0.2, "replica": 0.1}}
 PD_ARM = re.compile(r"(?i)(?:^|[^a-z])pd(?:$|[^a-z])|disagg|split|prefill.*decode|p\dd\d")
 
 
@@ -48,15 +49,15 @@ class Mechanism:
 
 
 def _shares(weights: Mapping[str, float]) -> dict[str, float]:
-    return {name: weight / sum(weights.values()) for name, weight in weights.items()}
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items()}
 
 
 def _read() -> dict[str, Mechanism]:
     told = tomllib.loads((files("needlework.analysis") / "faults.toml").read_text(encoding="utf-8"))
-    usual = {"state": {"any": 10.0, "cold": 0.5, "warm": 0.5}, "where": {"any": 8.0, "arm": 2.0, "replica": 1.0}}
     out = {}
     for code, one in told.items():
-        parts = usual | one
+        parts = USUAL | one
         weighed = {k: _shares(parts[k]) for k in ("laws", "state", "where")}
         lists = {k: tuple(parts.get(k, ())) for k in ("citations", "answers", "at")}
         out[code] = Mechanism(code, **{**parts, **weighed, **lists})
@@ -75,8 +76,8 @@ def prior(laws: tuple[tuple[str, str, str, bool], ...], arms: tuple[str, ...], r
     arms of which some are named after a split, classes of transfers (`where.arm` above all else) mean those. A column
     adds to less than one by the cases that this table could not show.
     """
-    names = [law[:3] for law in laws]
-    spread = np.array([1 / names.count(law[:3]) for law in laws]) / len(set(names))
+    families = len({law[0] for law in laws})
+    spread = np.array([_anywhere(law, arms, replicas) for law in laws]) / families
     out = np.empty((len(laws), len(CODES)))
     for j, code in enumerate(CODES):
         listed = np.zeros(len(laws))
@@ -98,6 +99,14 @@ def prior(laws: tuple[tuple[str, str, str, bool], ...], arms: tuple[str, ...], r
                 listed[i] = share
         out[:, j] = (1 - ELSEWHERE) * listed + ELSEWHERE * spread if code != "open" else spread
     return out
+
+
+def _anywhere(law: tuple[str, str, str, bool], arms: tuple[str, ...], replicas: int) -> float:
+    """Share of a law among those of its family, where nothing is known of the cause."""
+    _, state, where, _ = law
+    places = {"arm": len(arms), "replica": max(replicas, 1)}
+    kind = where.partition("=")[0]
+    return 0.5 * USUAL["state"].get(state, 0.02) * USUAL["where"][kind] / places.get(kind, 1)
 
 
 def classes() -> np.ndarray:

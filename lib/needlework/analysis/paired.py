@@ -45,13 +45,6 @@ def e_value(only_first: int, only_second: int, *, prior: float = 0.5) -> float:
     return float(np.exp(min(700.0, log + (only_first + only_second) * math.log(2))))
 
 
-def e_process(first: Sequence[float], second: Sequence[float], *, prior: float = 0.5) -> np.ndarray:
-    """`e_value` after each pair in the order they were measured (float64 [pairs]); NaN pairs change nothing."""
-    a, b = _pair(first, second)
-    one, two = np.cumsum((a == 1) & (b == 0)), np.cumsum((a == 0) & (b == 1))
-    return np.array([e_value(int(x), int(y), prior=prior) for x, y in zip(one, two, strict=True)])
-
-
 def permutation_test(first: Scores, second: Scores, *, rounds: int = 5000, seed: int = 0) -> float:
     """Two-sided p-value of paired graded scores: signs of the differences are flipped (all ways up to 12 pairs).
 
@@ -93,12 +86,16 @@ def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Inte
     return Interval(max(-1.0, difference - math.sqrt(max(low, 0))), min(1.0, difference + math.sqrt(max(high, 0))))
 
 
-def flip_noise(first: Sequence[float], second: Sequence[float]) -> tuple[int, int, Interval]:
-    """An arm against itself: (pairs that differ, pairs measured, 95 % interval of the share that differs)."""
-    a, b = _pair(first, second)
-    measured = np.isfinite(a) & np.isfinite(b)
-    differ, n = int((a != b)[measured].sum()), int(measured.sum())
-    return differ, n, wilson(differ, n)
+def holm(p_values: Sequence[float]) -> np.ndarray:
+    """Holm's step-down adjusted p-values, in the given order (float64); controls the family-wise error."""
+    p = np.asarray(p_values, float)
+    if p.size and not ((p >= 0) & (p <= 1)).all():
+        raise ValueError("p-values lie between 0 and 1")
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return adjusted
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def judge(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
             "causes": list(found.causes),
             "ranked": [r.code for r in found.ranked[:5]],
             "shares": [round(r.posterior, 3) for r in found.ranked[:5]],
-            "features": {n: round(f.presence, 2) for n, f in found.features.items() if f.presence},
+            "laws": {law.name: round(law.share, 3) for law in found.laws},
         }
     return row
 
