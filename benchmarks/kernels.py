@@ -325,7 +325,7 @@ def benchmark(best: dict[str, Any]) -> list[dict[str, Any]]:
     for batch, length in TOPK_SHAPES:
         shape = f"B{batch}x{length}"
         sets = sets_for(functools.partial(topk_inputs, batch, length))
-        config = chosen(f"topk B{batch}x{length}") or topk_config(batch)
+        config = chosen(f"topk B{batch}x{length}") or topk_config(batch, length)
         makers = {
             "needlework": lambda x, c=config: lambda: run_topk(x, c),
             "sglang-topk-v1": lambda x: sglang_topk_call(x, 512, 1),

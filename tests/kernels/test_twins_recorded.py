@@ -38,7 +38,7 @@ def test_recorded_block_sizes_are_the_defaults(on_an_h200):
         layout = f"{shape.split()[0]}-mla-fp8"
         default = {
             "indexer_logits": lambda b, w: index.logits_config(b, w, 132),
-            "select_topk": lambda b, w: topk.topk_config(b),
+            "select_topk": topk.topk_config,
             "sparse_mla_decode": lambda b, w, of=layout: mla.decode_config(b, w, device, of),
         }[operation](batch, width)
         assert default == row["config"], (operation, shape)

@@ -161,7 +161,7 @@ def select_topk(
     room = max(16, 2 * triton.next_power_of_2(k))
     keys = positions = lengths  # stand in for the candidates, which the first round does not read
     while rows:
-        chosen = dict(config or topk_config(rows))
+        chosen = dict(config or topk_config(rows, width))
         depth = max(2, min(chosen.pop("CHUNK"), triton.next_power_of_2(width)) // room)
         chunks = triton.cdiv(width, depth * room) or 1
         last = chunks == 1
@@ -177,8 +177,11 @@ def select_topk(
     return out
 
 
-def topk_config(rows: int) -> dict[str, int]:
-    """Chunk and warps: with few rows, smaller chunks bring more multiprocessors to work."""
+def topk_config(rows: int, width: int) -> dict[str, int]:
+    """Chunk and warps, as measured on an H200 (benchmarks/kernels.py --sweep): small chunks where one holds the row, or
+    where few long rows would leave most multiprocessors idle."""
     if INTERPRETED:
         return {"CHUNK": MAX_CHUNK}
-    return {"CHUNK": 8192, "num_warps": 8} if rows <= 8 else {"CHUNK": MAX_CHUNK, "num_warps": 16}
+    if width <= 8192 or (rows <= 4 and width > MAX_CHUNK):
+        return {"CHUNK": 8192, "num_warps": 8}
+    return {"CHUNK": MAX_CHUNK, "num_warps": 16}
