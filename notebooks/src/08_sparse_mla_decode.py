@@ -18,6 +18,7 @@ import torch
 from needlework import workbook
 from needlework.kernels import candidates, check, needles, reference, verdicts
 from needlework.kernels.check.cases import DecodeCase
+from needlework.kernels.check.compare import LIMITS
 from needlework.pages import LAYOUTS
 from needlework.workbook import kernel_figures
 
@@ -28,18 +29,59 @@ candidate = "triton"  # a name, or "path/to/your_kernel.py:function"
 merger = "triton"
 sweep_tokens = [1024, 4096, 16384, 65536, 262144]
 
+# %%
+kernel = kernel_figures.under_test(candidate, "sparse_mla_decode")
+merge = kernel_figures.under_test(merger, "merge_partials")
+
 # %% [markdown]
-# ## The formula
+# ## How far from exact?
+#
+# Recorded on a GPU: each kernel's output against the same attention in float64, from 64 to 2,048 entries, for five kinds of
+# entries. *Peaked*: one entry takes nearly all of the softmax; *equal*: all entries are the same; *outlier*: every tile has its
+# own magnitude; *large*: scores far past the range of exp.
+
+# %%
+errors, setting = kernel_figures.recorded_accuracy("sparse_mla_decode")
+limits = {"v4-mla-fp8": LIMITS["attention"].norm, "v32-mla-fp8": LIMITS["attention-v32"].norm}
+print(setting)
+
+# %% tags=["hide-input"]
+if len(errors):
+    workbook.figures.show(
+        kernel_figures.accuracy(errors, limits),
+        alt="Norm error against float64 over 64 to 2,048 entries, one panel for V4 pages and one for V3.2: the float32 reference near "
+        "1e-6, every GPU kernel between 1e-4 and 1e-2; on V3.2 pages large entries exceed the limit in every kernel, outliers in FlashMLA",
+    )
+
+# %% tags=["hide-input"]
+if len(errors):
+    usual = errors[(errors["data"] == "random") & (errors["kernel"] != "reference")]
+    for page_layout, rows in usual.groupby("layout"):
+        said = ", ".join(f"{name} {value:.1e}" for name, value in rows.groupby("kernel")["norm_error"].median().items())
+        print(f"{page_layout}, random entries, median error: {said}")
+    past = errors[errors["norm_error"] > errors["layout"].map(limits)]
+    for (page_layout, data), rows in past.groupby(["layout", "data"]):
+        print(f"{page_layout}, {data} entries exceed the limit in {', '.join(sorted(set(rows['kernel'])))}")
+
+# %% [markdown]
+# On V4 pages keys are exact in bf16 (their scales are powers of two), and what is left is the rounding of bf16 weights and, in
+# all kernels but ours here, of a bf16 output. On V3.2 pages a key times its float32 scale does not fit in bf16: with large scores
+# that rounding moves the softmax itself. A kernel that exceeds the limit there is not broken; another format would be needed.
+
+# %% [markdown]
+# ## The formula, and the kernel beside it
 #
 # Over the selected entries $j$; each $k_j$ is read once and serves as key and as value:
 #
 # $$\ell = \ln \sum_j e^{\,\sigma\, q \cdot k_j}, \qquad o = \frac{1}{1 + e^{\,b - \ell}} \sum_j e^{\,\sigma\, q \cdot k_j - \ell}\; k_j$$
 #
 # $b$ is the head's *sink*: it takes weight and gives nothing. $\ell$ is the log-sum-exp, here with the natural logarithm and
-# without the sink.
+# without the sink. The reference is one softmax over everything; below it stands the twin's loop over blocks of entries, which
+# keeps a running maximum (`top`) and shrinks what it summed so far whenever the maximum rises.
 
 # %%
-workbook.source(reference.sparse_mla_decode)
+twin = candidates.load("triton").functions.get("sparse_mla_decode")
+workbook.source(reference.sparse_mla_decode, *(twin.__globals__[name] for name in ("_quantised", "_attend") if twin))
 
 # %% [markdown]
 # ## The addresses
@@ -55,7 +97,7 @@ workbook.tables.table(
     pd.DataFrame(layout.byte_map(64)[-4:], columns=["field", "first byte", "end"]), "The end of the page"
 )
 
-# %%
+# %% tags=["remove-cell"]
 assert int(layout["scales"].address(64)[9, 0]) == scales_at == 36_936 and shape_says == 5_832
 assert layout.page_bytes(64) == 37_440
 
@@ -70,6 +112,9 @@ page = pool[1]
 codes = page[9 * 576 : 9 * 576 + 448].view(torch.float8_e4m3fn).float()
 steps = 2.0 ** (page[scales_at : scales_at + 7].float() - 127)
 by_hand = (codes.reshape(7, 64) * steps[:, None]).flatten()
+print(f"largest difference from what was stored: {float((by_hand - value[0, :448]).abs().max()):.2f}")
+
+# %% tags=["remove-cell"]
 assert torch.equal(by_hand, layout.gather(pool, torch.tensor([64 + 9]))[0, :448])
 assert float((by_hand - value[0, :448]).abs().max()) < 0.15
 
@@ -81,15 +126,14 @@ assert float((by_hand - value[0, :448]).abs().max()) < 0.15
 
 # %%
 result = check(candidate, "sparse_mla_decode", size="small", device="cpu")
+print(result)
+
+# %%
 shown = result.table[["case", "status", "norm_error", "worst"]]
 workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": workbook.tables.power})
 
-# %%
-assert result.passed, str(result)
-assert set(result.table["status"]) <= {"ok", "refused"}
-
 # %% [markdown]
-# No case fails; a layout that a kernel does not claim to read may be refused, and is listed as such. (The answer: NaN in every channel, because
+# A layout that a kernel does not claim to read may be refused, and is listed as such. (The answer: NaN in every channel, because
 # $0 \cdot \mathrm{NaN}$ is NaN.)
 
 # %% [markdown]
@@ -113,7 +157,6 @@ workbook.tables.table(verdicts("sparse_mla_decode", few, skip=[candidate]), "Oth
 laid = needles.lay_out(needles.plant(8192, seed=3))
 picked = reference.select_topk(laid.scores(), laid.length, 512, laid.table)
 whole, level = reference.sparse_mla_decode(laid.ask, laid.latent_pool, picked, softmax_scale=40.0, dtype=torch.float64)
-merge = candidates.load(merger).functions["merge_partials"]
 rows = []
 for parts in (1, 2, 3, 8, 33, 64):
     outs, lses = reference.sparse_mla_partials(laid.ask, laid.latent_pool, picked, parts, softmax_scale=40.0)
@@ -123,9 +166,9 @@ split = pd.DataFrame(rows, columns=["parts", "output, norm error", "log-sum-exp,
 workbook.tables.table(split, "Parts do not matter", formats=dict.fromkeys(split.columns[1:], "{:.1e}"))
 
 # %%
-assert split.iloc[:, 1:].max().max() < 1e-4
 merged = check(merger, "merge_partials", size="small", device="cpu")
-assert merged.passed, str(merged)
+alike = bool(split.iloc[:, 1:].max().max() < 1e-4)
+print(f"Over 1 to 64 parts the merged result is {'the same to 1e-4' if alike else 'NOT the same'}. {merged}")
 
 # %% [markdown]
 # ### Three conventions of one number
@@ -145,22 +188,28 @@ costs = {"sink inside one part": cost, "base 2 read as natural": cost_log2}
 mixups = pd.DataFrame({"mix-up": list(costs), "output error": [f"{100 * c:.0f} %" for c in costs.values()]})
 workbook.tables.table(mixups, "What a mix-up of conventions costs")
 
-# %%
+# %% tags=["remove-cell"]
 assert cost > 0.02 and cost_log2 > 0.02
 
 # %% [markdown]
 # Neither crashes, neither gives NaN, and both shift every output by more than two percent.
 
 # %% [markdown]
-# ## A kernel that is broken on purpose
+# ## Exercise: break it and watch
 #
-# This one reads a hole as slot 0 and gives it weight zero *afterwards*.
+# This kernel reads a hole as slot 0 and gives it weight zero *afterwards*. Guess which cases see it. Then let holes read slot 70
+# (page 1) instead, or clamp them to the last slot, and see whether the check still does.
+
+# %%
+hole_reads = 0
 
 
 # %%
 def hole_times_zero(q, pool, indices, **more):
     out, lse = reference.sparse_mla_decode(q, pool, indices, **more)
-    page = LAYOUTS[more.get("layout", "v4-mla-fp8")].gather(pool, indices.clamp_min(0), more.get("page_tokens", 64))
+    page = LAYOUTS[more.get("layout", "v4-mla-fp8")].gather(
+        pool, torch.where(indices < 0, hole_reads, indices), more.get("page_tokens", 64)
+    )
     nothing = torch.where((indices >= 0)[..., None], 0.0, 0.0 * page[..., :512]).sum(1)
     return out + nothing[:, None], lse
 
@@ -168,9 +217,8 @@ def hole_times_zero(q, pool, indices, **more):
 caught = check(hole_times_zero, "sparse_mla_decode", size="small", device="cpu")
 workbook.tables.table(caught.failures[["case", "detail"]], "Where 0 times NaN is seen")
 
-# %%
-assert caught.passed is False
-assert caught.failures["case"].str.contains("holes").any()
+# %% tags=["remove-cell"]
+assert hole_reads != 0 or (caught.passed is False and caught.failures["case"].str.contains("holes").any())
 
 # %% [markdown]
 # With finite garbage in page 0 this kernel is right to the last bit, so a test on random pages passes it. In a deployment it fails when the reserved page happens to
@@ -194,30 +242,28 @@ for tokens in sweep_tokens:
 reach = pd.DataFrame(rows, columns=["tokens", "entries", "worst rank", "kept of 3", "answered of 3"])
 workbook.tables.table(reach, "A strong needle, looked up through pages")
 
-# %%
-assert (reach["answered of 3"] == reach["kept of 3"]).all()
-assert (reach["worst rank"] <= 512).all() and (reach["answered of 3"] == 3).all()
+# %% tags=["hide-input"]
+whole_range = bool((reach["answered of 3"] == reach["kept of 3"]).all())
+print(
+    f"{'Every' if whole_range else 'NOT every'} needle that was selected is answered, up to {reach['tokens'].max():,} tokens."
+)
+
+# %% tags=["remove-cell"]
+assert (reach["worst rank"] <= 512).all() or sweep_tokens != [1024, 4096, 16384, 65536, 262144]
 
 # %% [markdown]
-# It does not: decode always reads at most 512 entries. Only selection sees the length.
+# Decode always reads at most 512 entries. Only selection sees the length.
 
 # %% [markdown]
 # ## What was recorded on a GPU
 #
-# Three tables: the times, the check, and one kernel taken apart. In the first, *ours/this* below 1 means that our twin is
-# faster, *bar* is the ratio that was aimed at, and *of copy* the bandwidth as a share of what a plain copy reaches. B counts
-# rows, K the entries that each reads.
+# In the first table *ours/this* below 1 means that our twin is faster, *bar* is the ratio that was aimed at, and *of copy* the
+# bandwidth as a share of what a plain copy reaches. B counts rows, K the entries that each reads.
 #
 # In the second, vLLM's kernel for Intel cards (`vllm-sparse-mla`) fails where a row has no entry at all: it divides zero by
 # zero, where the reference and FlashMLA return zeros. A kernel may be launched in one way for few rows and in another for
-# many, so a check of few rows says nothing about many. On this card our twin switches between 16 and 17 rows of V4 pages and
-# keeps its wide blocks for V3.2 pages; its full check has rows on both sides, up to 64, also under graph replay and on a
-# second stream. The twin refuses V4.1 pages, FlashMLA refuses those and 16 heads; both agree in every other case.
-#
-# The third asks why our twin takes 1.67 times as long as FlashMLA at 64 rows of V3.2 pages (1.70 when this table was
-# recorded). One part at a time was left out or written differently. No part alone costs more than 12 percent: our twin reads,
-# converts and multiplies in turn, in the one program that fits on a multiprocessor, where FlashMLA lets groups of warps do
-# them at the same time. Of the rewrites in Triton that give the right answer, none was faster by even one percent.
+# many, so a check of few rows says nothing about many: the full check has up to 256, also under graph replay and on a second
+# stream.
 
 # %%
 gpu, setting = kernel_figures.recorded_gpu("sparse_mla_decode")
@@ -226,18 +272,27 @@ kernel_figures.gpu_table(gpu) if len(gpu) else None
 
 # %%
 checked = kernel_figures.recorded_checks("sparse_mla_decode")
-said = checked[checked["size"] == "full"].set_index("candidate")["verdict"]
-assert said["triton"] == "triton agrees with the reference of sparse_mla_decode in 45 cases, 1 refused"
-assert said["flash_mla"] == "flash_mla agrees with the reference of sparse_mla_decode in 44 cases, 2 refused"
 workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay and a second stream included")
+
+# %% [markdown]
+# ### Why V3.2 pages take us longer
+#
+# What the hardware counted in one call over 64 rows of V3.2 pages, before the change below. Neither kernel is short of memory
+# bandwidth or of arithmetic: FlashMLA's tensor cores are busy a third of the time, ours a quarter. Ours waits. Eight warps (an
+# eighth of what a multiprocessor holds) issue in a fifth of the cycles and mostly wait for entries to arrive; all 255 registers
+# are taken, and one instruction in sixteen moves a register out of the way and back. FlashMLA's third group of warps fetches and
+# converts while the other two multiply, and waits at barriers instead.
+
+# %%
+counters = kernel_figures.recorded_counters("v32")
+workbook.tables.table(counters, "Recorded: hardware counters, V3.2 decode, 64 rows of 2,048 entries")
+
+# %% [markdown]
+# The same call with one part left out or written otherwise. No part alone costs more than 12 percent. What helped follows from the
+# counters: smaller blocks leave room to fetch the next one while this one is multiplied, once its slots are read one block ahead.
 
 # %%
 changed = kernel_figures.recorded_ablation("v32")
-first = changed[changed["change"] == "as it is"].set_index("run")["median_us"]
-share = changed["median_us"] / changed["run"].map(first)
-assert changed.loc[changed["change"] == "as it is", "over_flash_mla"].round(2).eq(1.7).all()
-assert share.min() > 0.88 and share[changed["output"] == "right"].min() > 0.99
-assert gpu.set_index(["shape", "kernel"]).loc[("v32 B64 K2048", "flash_mla"), "ours_over_this"] == 1.67
 workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time",
                       formats={"median_us": "{:.1f}", "over_flash_mla": "{:.2f}"})  # fmt: skip
 
@@ -248,16 +303,21 @@ workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries,
 open_topics = result.coverage[~result.coverage["covered"]][["topic", "how"]]
 workbook.tables.table(open_topics, "Not covered by the run above")
 
-# %%
+# %% tags=["remove-cell"]
 assert open_topics["topic"].str.contains("what the engine hands the kernel").any()
 
 # %% [markdown]
 # ## What we found
-#
-# * Decode agrees with one plain softmax over holes, sinks, limits, two caches and two layouts, in any number of parts.
-# * A mix-up of log-sum-exp conventions costs more than two percent of the output in silence.
-# * Decode does not see the length of the text: a strong needle is answered up to 262,144 tokens.
-#
+
+# %% tags=["hide-input"]
+print(str(result).split(". Not covered")[0] + ".")
+print(f"Over 1 to 64 parts the merged result is {'the same to 1e-4' if alike else 'NOT the same'}.")
+print(
+    f"A mix-up of log-sum-exp conventions costs {100 * min(costs.values()):.0f} percent of the output or more, in silence."
+)
+print("Decode does not see the length of the text; only selection does.")
+
+# %% [markdown]
 # ## What would change our mind
 #
 # A failing row for the deployed file, above all under graph replay with other lengths, which needs the card.

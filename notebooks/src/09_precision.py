@@ -75,13 +75,15 @@ workbook.tables.table(
     formats={"median rank change": lambda change: f"{100 * change:.0f} %", "largest factor": "{:.2f}"},
 )
 
-# %%
+# %% tags=["remove-cell"]
 fp8 = cost.loc["fp8, plain scale"]
-assert cost["needles that cross k = 512"].tolist() == [1, 1, 0, 0] and fp8["median rank change"] < 0.05
-assert round(cost.loc["fp4", "median rank change"], 1) == 0.2
-assert cost.loc["fp4", "median rank change"] > fp8["median rank change"]
+shipped = (tokens, strength, needles_each, stack_tokens, stack_budget) == (16384, 0.7, 20, 1024, 64)
+if shipped:  # what the sentences below say of these parameters
+    assert cost["needles that cross k = 512"].tolist() == [1, 1, 0, 0] and fp8["median rank change"] < 0.05
+    assert round(cost.loc["fp4", "median rank change"], 1) == 0.2
+    assert cost.loc["fp4", "median rank change"] > fp8["median rank change"]
 within = int((exact <= 512).sum())
-assert abs(int(fp8["answers right"]) - within) <= 1
+assert not shipped or abs(int(fp8["answers right"]) - within) <= 1
 
 # %% [markdown]
 # Healthy fp8 moves a rank by a few percent and pushes no needle across the budget; fp4, in half the bytes, moves ranks by a
@@ -98,9 +100,9 @@ assert abs(int(fp8["answers right"]) - within) <= 1
 scales = precision.scale_errors((1.0, 0.97, 0.9, 0.75, 0.5, 0.25, 0.0), tokens)
 workbook.tables.table(scales, "A wrong scale: worst rank of five perfect needles, and how many are kept and answered")
 
-# %%
+# %% tags=["remove-cell"]
 by_factor = scales.set_index("factor")
-assert by_factor.loc[[1.0, 0.97, 0.9], "answered"].eq(5).all()
+assert not shipped or by_factor.loc[[1.0, 0.97, 0.9], "answered"].eq(5).all()
 assert by_factor.loc[0.0, "kept"] == 0
 assert by_factor["worst rank"].is_monotonic_increasing
 
@@ -131,15 +133,16 @@ workbook.figures.show(
     "and bf16 in the mHC projection or the routed scaling adds no scatter to that of bf16 streams",
 )
 
-# %%
+# %% tags=["remove-cell"]
 by = layers.set_index("format")
 deployed = by.loc["bf16 streams (as deployed)"]
 patched = by.loc[["+ tf32 mHC projection", "+ bf16 mHC projection", "+ bf16 routed scaling"]]
-assert by.loc["float32 streams", "norm_error"] < 1e-4
-assert 0.085 < deployed["norm_error"] < 0.095
-assert 5e4 < deployed["norm_error"] / by.loc["float32 streams", "norm_error"] < 2e5
-assert (patched["norm_error"] < 1.25 * deployed["norm_error"]).all()
-assert (patched["answered"] - deployed["answered"]).abs().max() <= 1
+if shipped:
+    assert by.loc["float32 streams", "norm_error"] < 1e-4
+    assert 0.085 < deployed["norm_error"] < 0.095
+    assert 5e4 < deployed["norm_error"] / by.loc["float32 streams", "norm_error"] < 2e5
+    assert (patched["norm_error"] < 1.25 * deployed["norm_error"]).all()
+    assert (patched["answered"] - deployed["answered"]).abs().max() <= 1
 
 # %% [markdown]
 # The bf16 streams alone put the end of the stack nine percent off, 100,000 times more than float32 would. On top of that, bf16 in the mHC projection or in the routed scaling
@@ -164,25 +167,31 @@ rows.append(("routed scaling in bf16", precision.relative_error(scaled[1], scale
 single = pd.DataFrame(rows, columns=["step", "norm error"])
 workbook.tables.table(single, "One layer", formats={"norm error": "{:.1e}"})
 
-# %%
+# %% tags=["remove-cell"]
 errors = single["norm error"].tolist()
 assert errors[0] < errors[1] < errors[2] < 1e-2 and errors[3] < 1e-2
 
 # %% [markdown]
-# ### A mistake that is not rounding
+# ## Exercise: break it and watch
 #
-# The same check on a real fault: the mixing matrix transposed. Its entries are the same sixteen numbers.
+# The same measure on a real fault: the mixing matrix transposed. Its entries are the same sixteen numbers, so no statistics of them
+# show it. Guess the error before you run it; then try a smaller mistake, such as `comb.roll(1, 0)` (each token mixes as the one
+# before it) or `comb.bfloat16().double()` (rounding again).
+
 
 # %%
+def mistake(comb):
+    return comb.transpose(1, 2)
+
+
 mixed = reference.mhc_mix(exact_mix, torch.ones(3).double(), torch.randn(24, generator=g).double())
 right = reference.mhc_leave(streams[:, 0], streams, mixed[1], mixed[2])
-wrong = reference.mhc_leave(streams[:, 0], streams, mixed[1], mixed[2].transpose(1, 2))
-transposed = precision.relative_error(wrong.double(), right.double())
-assert transposed > 20 * errors[2]
-print(f"transposed mixing: {100 * transposed:.0f} % off after one layer; bf16 projection: {100 * errors[2]:.2f} %")
+wrong = reference.mhc_leave(streams[:, 0], streams, mixed[1], mistake(mixed[2]))
+cost_of_it = precision.relative_error(wrong.double(), right.double())
+print(f"this mistake: {100 * cost_of_it:.2f} % off after one layer; bf16 projection: {100 * errors[2]:.2f} %")
 
 # %% [markdown]
-# A fault is not a little more than rounding: it is tens of times more after one layer. That gap is what lets a check tell the two apart.
+# The transposed matrix is no little more than rounding: it costs tens of times as much after one layer. That gap is what lets a check tell the two apart.
 
 # %% [markdown]
 # ## What this notebook cannot see

@@ -240,3 +240,23 @@ def sweep(
                      "predicted": predicted_rank(hay.entries, strength)}
                 )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+def errors_by_length(kernels: dict[str, Function], lengths: Iterable[int]) -> pd.DataFrame:
+    """One needle in rows of growing length, scored by each kernel and held against the reference in float64.
+
+    -> kernel, keys, norm_error, rank (of the needle), problem: a kernel that raises has no error and says why.
+    """
+    rows: list[tuple[str, int, float, int, str]] = []
+    for tokens in lengths:
+        laid = lay_out(plant(tokens, strength=0.9))
+        n = laid.hay.entries
+        exact = laid.scores(lambda *a, **m: reference.indexer_logits(*a, **m, dtype=torch.float64))[0, :n]
+        for name, kernel in kernels.items():
+            try:
+                got = laid.scores(kernel)[0, :n].double()
+                rank = 1 + int((got > got[laid.hay.entry]).sum())
+                rows.append((name, n, float((got - exact).norm() / exact.norm()), rank, ""))
+            except Exception as error:  # whatever a kernel under test raises is a finding
+                rows.append((name, n, float("nan"), 0, f"{type(error).__name__}: {str(error)[:120]}"))
+    return pd.DataFrame(rows, columns=["kernel", "keys", "norm_error", "rank", "problem"])

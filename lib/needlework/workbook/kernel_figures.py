@@ -14,11 +14,25 @@ from pandas.io.formats.style import Styler
 
 from needlework.evidence.incidents import root
 from needlework.workbook import figures, tables
+from needlework.workbook.cannot import CannotAnswer, need
 
 GPU_COLUMNS = (
     *("shape", "kernel", "median_us", "p10_us", "p90_us", "error", "TB_per_s", "share_of_copy", "TFLOP_per_s"),
     *("ours_over_this", "bar", "met", "problem"),
 )
+
+
+def under_test(spec: str, operation: str) -> Callable[..., Any]:
+    """The function of a candidate; one that cannot be loaded or cannot run here ends the notebook with a sentence."""
+    from needlework.kernels import candidates
+
+    try:
+        chosen = candidates.load(spec)
+    except ValueError as error:
+        raise CannotAnswer(str(error)) from None
+    need(not chosen.missing, f"{chosen.name} cannot run here: {chosen.missing}")
+    need(operation in chosen.functions, f"{chosen.name} offers {', '.join(chosen.functions)}, not {operation}")
+    return chosen.functions[operation]
 
 
 def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", title: str = "") -> Figure:
@@ -36,6 +50,42 @@ def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", ti
     axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}"))
     axes.set(xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(title, 90))
     axes.legend()
+    return fig
+
+
+def accuracy(rows: pd.DataFrame, limits: dict[str, float]) -> Figure:
+    """Norm error against row length, one panel a layout: a colour a kernel (its band spans the distributions, its line
+    is their median), a marker a distribution. rows: layout, kernel, data, keys, norm_error (an exact result is not
+    drawn); limits: the check's limit of each layout."""
+    fig, panels = figures.new(7.2, 4.2, columns=len(limits))
+    panels = [panels] if len(limits) == 1 else list(panels)
+    rows = rows[rows["norm_error"] > 1e-12]
+    markers = dict(zip(dict.fromkeys(rows["data"]), figures.MARKERS, strict=False))
+    looks = dict(
+        zip(dict.fromkeys(rows["kernel"]), zip(figures.OKABE_ITO, ("-", "--", ":") * 3, strict=False), strict=False)
+    )
+    for axes, (layout, limit) in zip(panels, limits.items(), strict=True):
+        here = rows[rows["layout"] == layout]
+        for name, of in here.groupby("kernel", sort=False):
+            (colour, line), error = looks[name], of.groupby("keys")["norm_error"]
+            axes.fill_between(error.min().index, error.min(), error.max(), color=colour, alpha=0.1, lw=0)
+            axes.plot(error.median(), color=colour, ls=line, lw=1.4, label=figures.label(name))
+            for data, points in of.groupby("data", sort=False):
+                axes.plot(
+                    points["keys"], points["norm_error"], ls="", marker=markers[data], ms=4, color=colour, mfc="none"
+                )
+        axes.axhline(limit, color="#555555", ls=":", lw=1)
+        axes.annotate("limit", (here["keys"].min(), limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
+        figures.log_tokens(axes)
+        axes.set(
+            yscale="log", xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(layout)
+        )
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}"))
+        kernels = axes.legend(fontsize=7, loc="center left")
+    shapes = [panels[-1].plot([], [], ls="", marker=m, ms=4, color="#555555", mfc="none", label=figures.label(kind))[0]
+              for kind, m in markers.items()]  # fmt: skip
+    panels[-1].add_artist(kernels)
+    panels[-1].legend(handles=shapes, fontsize=7, loc="center right")
     return fig
 
 
@@ -101,18 +151,36 @@ def rank_shift(table: pd.DataFrame, *, by: str, exact: str, mark: int | None = N
     return fig
 
 
+def _recorded(name: str) -> dict[str, Any]:
+    """A file of data/kernels, or an empty record where none is kept."""
+    path = root() / "data" / "kernels" / f"{name}.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _said(setting: dict[str, Any], command: str) -> str:
+    versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
+    driver = f", driver {setting['driver']}" if "driver" in setting else ""
+    return f"{setting['card']}{driver}, {versions}; {command}"
+
+
 def recorded_gpu(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]:
     """Recorded benchmark rows of one operation, and a sentence with card, versions and command; empty where none is
     kept."""
-    path = root() / "data" / "kernels" / f"{name}.json"
-    if not path.is_file():
+    recorded = _recorded(name)
+    if not recorded:
         return pd.DataFrame(), "No GPU result is recorded here: benchmarks/kernels.py writes one."
-    recorded = json.loads(path.read_text())
     rows = pd.DataFrame([row for row in recorded["rows"] if row["operation"] == operation])
-    setting = recorded["setting"]
-    versions = ", ".join(f"{k} {v}" for k, v in setting["versions"].items() if v != "absent")
-    said = f"{setting['card']}, {versions}; {recorded['command']}"
-    return rows[[column for column in GPU_COLUMNS if column in rows]], said
+    return rows[[column for column in GPU_COLUMNS if column in rows]], _said(recorded["setting"], recorded["command"])
+
+
+def recorded_accuracy(operation: str, name: str = "h200") -> tuple[pd.DataFrame, str]:
+    """Recorded errors against float64 of one operation's main output: kernel, layout, data, keys, norm_error,
+    element_error; and card, versions and command."""
+    recorded = _recorded(f"accuracy_{name}")
+    if not recorded:
+        return pd.DataFrame(), "No accuracy is recorded here: benchmarks/kernel_accuracy.py writes it."
+    rows = pd.DataFrame([r for r in recorded["rows"] if r["operation"] == operation and r["output"] != "log-sum-exp"])
+    return rows, _said(recorded["setting"], recorded["setting"]["command"])
 
 
 # column of a recorded row -> its head, and how its numbers are written
@@ -144,8 +212,7 @@ def gpu_table(rows: pd.DataFrame) -> Styler:
 def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
     """What check() said of each kernel of an operation on a GPU, as recorded: candidate, size, verdict, failures
     first (no rows: none kept)."""
-    path = root() / "data" / "kernels" / f"checks_{name}.json"
-    results = json.loads(path.read_text())["results"] if path.is_file() else []
+    results = _recorded(f"checks_{name}").get("results", [])
     rows = [
         (r["candidate"], r["size"], r["says"].split(". Not covered")[0]) for r in results if r["operation"] == operation
     ]
@@ -156,6 +223,12 @@ def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
 def recorded_ablation(kernel: str, name: str = "h200") -> pd.DataFrame:
     """Recorded times of a kernel with one part left out or written otherwise: change, run (figures of one run compare),
     median_us, over_flash_mla, output (right, or wrong on purpose); no rows where none is kept."""
-    path = root() / "data" / "kernels" / f"{kernel}_ablation_{name}.json"
-    rows = json.loads(path.read_text())["rows"] if path.is_file() else []
+    rows = _recorded(f"{kernel}_ablation_{name}").get("rows", [])
     return pd.DataFrame(rows, columns=["change", "run", "median_us", "over_flash_mla", "output"])
+
+
+def recorded_counters(kernel: str, name: str = "h200") -> pd.DataFrame:
+    """What the hardware counted in one call of a kernel: counter by row, one column a side; no rows where none is
+    kept."""
+    rows = _recorded(f"{kernel}_counters_{name}").get("rows", [])
+    return pd.DataFrame(rows).set_index("kernel").T.rename_axis("counter").reset_index() if rows else pd.DataFrame()

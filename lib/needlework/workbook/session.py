@@ -68,21 +68,22 @@ def start(title: str, *, seed: int = 0) -> Start:
 
 @dataclass(frozen=True)
 class Source:
-    """The text of a library function, shown as a folded block."""
+    """The text of library functions: the first folded, those that stand beside it open."""
 
-    name: str
-    text: str
+    parts: tuple[tuple[str, str], ...]
 
     def __str__(self) -> str:
-        return self.text
+        return "\n\n".join(text for _, text in self.parts)
 
     def _repr_html_(self) -> str:
-        return (
-            f"<details><summary>Source of <code>{html.escape(self.name)}</code></summary>"
-            f"<pre><code>{html.escape(self.text)}</code></pre></details>"
+        return "".join(
+            f"<details{' open' if i else ''}><summary>Source of <code>{html.escape(name)}</code></summary>"
+            f"<pre><code>{html.escape(text)}</code></pre></details>"
+            for i, (name, text) in enumerate(self.parts)
         )
 
 
-def source(obj: Any) -> Source:
-    """The source of a function or class, so that a reader sees the real thing and not a copy."""
-    return Source(f"{obj.__module__}.{obj.__qualname__}", textwrap.dedent(inspect.getsource(obj)))
+def source(*objects: Any) -> Source:
+    """The source of functions, classes or Triton kernels, so that a reader sees the real thing and not a copy."""
+    plain = [getattr(obj, "fn", obj) for obj in objects]  # a Triton kernel holds its function
+    return Source(tuple((f"{f.__module__}.{f.__qualname__}", textwrap.dedent(inspect.getsource(f))) for f in plain))

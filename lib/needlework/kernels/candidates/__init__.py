@@ -138,10 +138,26 @@ BUILDERS: dict[str, Callable[[], Candidate]] = {
 }
 
 
+def launched(function: Function) -> list[Any]:
+    """The Triton kernels that a function of Python launches, as they stand in its module."""
+    named = (function.__globals__.get(name) for name in function.__code__.co_names)  # type: ignore[attr-defined]
+    return [kernel for kernel in named if hasattr(kernel, "fn")]
+
+
 def adapter_example() -> str:
     """The documented adapter, for a notebook or a terminal."""
     text = inspect.getdoc(sys.modules[__name__]) or ""
     return text[text.index("    import torch") : text.index("The arguments are")].rstrip()
 
 
-__all__ = ["BUILDERS", "Candidate", "adapter_example", "available", "load", "load_file", "names", "reference"]
+__all__ = [
+    "BUILDERS",
+    "Candidate",
+    "adapter_example",
+    "available",
+    "launched",
+    "load",
+    "load_file",
+    "names",
+    "reference",
+]

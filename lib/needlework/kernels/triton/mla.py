@@ -27,7 +27,6 @@ import triton.language as tl  # isort: skip
 VALUE_DIM = 512
 QUERY_DIM = {"v4-mla-fp8": 512, "v32-mla-fp8": 576}
 LOG2_E = 1.4426950408889634
-MERGE = {"BLOCK": 64} if INTERPRETED else {"BLOCK": 1, "num_warps": 4}
 
 
 @triton.jit
@@ -58,7 +57,7 @@ def _quantised(pool, entry, scale_at, live, V4: tl.constexpr, FIRST: tl.constexp
 def _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride, index_stride,
             scale_log2, LOW: tl.constexpr, HIGH: tl.constexpr, V4: tl.constexpr, PAGE: tl.constexpr,
             HEADS: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr, WORK: tl.constexpr,
-            STAGES: tl.constexpr):  # fmt: skip
+            STAGES: tl.constexpr, AHEAD: tl.constexpr):  # fmt: skip
     """Attend HEADS heads of one row to one split of its index list, for the low and/or high 256 output dims.
 
     An entry is dequantised in parts of 256, 128, 64 and 64 numbers (V4) or 256, 256 and 64 (V3.2)."""
@@ -88,18 +87,30 @@ def _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, e
     length = tl.cdiv(tl.cdiv(entries, BLOCK), tl.num_programs(1)) * BLOCK
     start = split * length
     stop = tl.minimum(start + length, limit)
+    listed = indices + row * index_stride
+    if AHEAD:
+        column = start + tl.arange(0, BLOCK)
+        following = tl.load(listed + column, mask=column < stop, other=-1)
     for at in tl.range(start, stop, BLOCK, num_stages=STAGES):
-        column = at + tl.arange(0, BLOCK)
-        slot = tl.load(indices + row * index_stride + column, mask=column < stop, other=-1)
+        if AHEAD:  # slots are read one block ahead, so that the entries wait for one load only
+            slot = following
+            column = at + BLOCK + tl.arange(0, BLOCK)
+            following = tl.load(listed + column, mask=column < stop, other=-1)
+        else:
+            column = at + tl.arange(0, BLOCK)
+            slot = tl.load(listed + column, mask=column < stop, other=-1)
         live = slot >= 0
         slot = tl.where(live, slot, 0)
         page = (slot // PAGE).to(tl.int64) * page_stride
         entry = page + (slot % PAGE) * ROW
         scale_at = (page + PAGE * ROW + (slot % PAGE) * 8) if V4 else (entry + 512)
+        halves = (pool + (ROPE_AT if V4 else 528)).to(tl.pointer_type(tl.bfloat16)) + (entry // 2)[:, None]
+        if AHEAD:
+            k3 = tl.load(halves + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0).to(WORK)
         k0 = _quantised(pool, entry, scale_at, live, V4, 0, 4 if V4 else 2, WORK)
         k1 = _quantised(pool, entry, scale_at, live, V4, 4 if V4 else 2, 2, WORK)
-        halves = (pool + (ROPE_AT if V4 else 528)).to(tl.pointer_type(tl.bfloat16))
-        k3 = tl.load(halves + (entry // 2)[:, None] + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0).to(WORK)
+        if not AHEAD:
+            k3 = tl.load(halves + tl.arange(0, 64)[None, :], mask=live[:, None], other=0.0).to(WORK)
         scores = tl.dot(q0, tl.trans(k0), input_precision="ieee")
         scores = tl.dot(q1, tl.trans(k1), scores, input_precision="ieee")
         scores = tl.dot(q3, tl.trans(k3), scores, input_precision="ieee")
@@ -143,7 +154,7 @@ def _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, e
 def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, page_stride, index_stride, scale_log2,
                    V4: tl.constexpr, PAGE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
                    HALVES: tl.constexpr, LIMITED: tl.constexpr, SINK: tl.constexpr,
-                   WORK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   WORK: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Grid (rows, splits, head blocks * HALVES). out [S, B, H, 512] and lse [S, B, H] hold a softmax of each
     split alone; SINK scales a lone split's output. HALVES = 2 gives each half of the output dims a program of its own,
     so that the sums of 64 heads fit the registers of four warps."""
@@ -156,13 +167,16 @@ def _decode_kernel(q, pool, indices, limits, sink, out, lse, heads, entries, pag
     head = tl.program_id(2) // HALVES * HEADS + tl.arange(0, HEADS)
     if HALVES == 1:
         _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
-                index_stride, scale_log2, True, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
+                index_stride, scale_log2, True, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES,
+                AHEAD)  # fmt: skip
     elif tl.program_id(2) % 2 == 0:
         _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
-                index_stride, scale_log2, True, False, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
+                index_stride, scale_log2, True, False, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES,
+                AHEAD)  # fmt: skip
     else:
         _attend(q, pool, indices, limits, sink, out, lse, row, split, head, heads, entries, rows, page_stride,
-                index_stride, scale_log2, False, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES)  # fmt: skip
+                index_stride, scale_log2, False, True, V4, PAGE, HEADS, BLOCK, LIMITED, SINK, WORK, STAGES,
+                AHEAD)  # fmt: skip
 
 
 @triton.jit
@@ -225,11 +239,13 @@ def merge_partials(
     rows, width = batch * heads, triton.next_power_of_2(dim)
     out = torch.empty((batch, heads, dim), dtype=dtype, device=outs.device)
     lse = torch.empty((batch, heads), dtype=torch.float32, device=outs.device)
+    chosen = {"BLOCK": 4, "num_warps": 8} if rows > 1024 else {"BLOCK": 1, "num_warps": 4}
+    chosen = {"BLOCK": 64} if INTERPRETED else chosen
     if rows:
-        _merge_kernel[(triton.cdiv(rows, MERGE["BLOCK"]),)](
+        _merge_kernel[(triton.cdiv(rows, chosen["BLOCK"]),)](
             outs.contiguous(), lses.contiguous(), lses if sink is None else sink.contiguous(), out, lse, parts, rows,
             heads, dim, SINK=sink is not None, PARTS=triton.next_power_of_2(parts), DIM=width,
-            **MERGE, **LAUNCH,
+            **chosen, **LAUNCH,
         )  # fmt: skip
     return out, lse
 
@@ -257,7 +273,7 @@ def sparse_mla_decode(
     q [B, H, D], D 512 (v4-mla-fp8) or 576 (v32-mla-fp8); pool uint8 [pages, page bytes]; indices int32 [B, K] slots,
     -1 = hole; sink float32 [H]; topk_length int32 [B]: only the first n indices count. -> out [B, H, 512] in `dtype`,
     lse [B, H] float32: natural log, without the sink, +inf where a row has no entry (its out is 0). `config` overrides
-    the tuned BLOCK, SPLITS, HALVES, STAGES and num_warps. Raises ValueError for other layouts, shapes or devices.
+    the tuned BLOCK, SPLITS, HALVES, STAGES, AHEAD, num_warps. Raises ValueError for other layouts, shapes or devices.
     """
     caches = [(pool, indices, layout, page_tokens, topk_length)]
     if (extra_pool is None) != (extra_indices is None):
@@ -302,7 +318,7 @@ def _plan(
         )
     check_pool(pool, LAYOUTS[layout].page_bytes(page_tokens), 16)
     programs = q.shape[0] * triton.cdiv(q.shape[1], 64)
-    return dict(config or decode_config(programs, indices.shape[1], q.device, layout))
+    return {"AHEAD": False} | (config or decode_config(programs, indices.shape[1], q.device, layout))
 
 
 def decode_config(programs: int, entries: int, device: torch.device, layout: str = "v4-mla-fp8") -> dict[str, int]:
