@@ -68,13 +68,15 @@ BARS: dict[
 
 MLA_SHAPES = (("v4-mla-fp8", 4, 512), ("v4-mla-fp8", 64, 512), ("v32-mla-fp8", 4, 2048), ("v32-mla-fp8", 64, 2048))
 LIMITS = {  # what keeps our time from falling further
-    "indexer_logits": "device memory: 90 to 98 % of the measured copy bandwidth from B8x131072 on; in small shapes start-up "
-    "(page id, then keys: two dependent reads) and launch",
+    "indexer_logits": "device memory: 90 to 98 % of copy bandwidth from B8x131072 on; in small shapes start-up"
+    " (page id, then keys: two dependent reads) and launch",
     "select_topk": "latency of one program a row: sums over all its threads, each with barriers, and one trip of the "
-    "candidates through memory. SGLang's second version takes half the time, and drops winners where a long row crowds one bin",
-    "sparse_mla_decode": "eight warps a multiprocessor with 255 registers each, which mostly wait for entries to arrive "
-    "(data/kernels/v32_counters_h200.json); FlashMLA lets a third group of warps fetch and convert. No part of V3.2 decode "
-    "alone is the limit (data/kernels/v32_ablation_h200.json); split parts pass through memory once",
+    "candidates through memory. SGLang's second version takes half the time, and drops winners where a "
+    "long row crowds one bin",
+    "sparse_mla_decode": "eight warps a multiprocessor, 255 registers each, mostly waiting for entries to arrive "
+    "(data/kernels/v32_counters_h200.json); FlashMLA lets a third group of warps fetch and convert. No "
+    "part of V3.2 decode alone is the limit (data/kernels/v32_ablation_h200.json); split parts pass "
+    "through memory once",
 }
 
 
