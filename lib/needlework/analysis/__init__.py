@@ -1,7 +1,7 @@
 """What the measurements say: pure functions on tables of trials."""
 
 from needlework.analysis.cliff import Cliff, CliffSearch, EdgeWalk, constants_in
-from needlework.analysis.comb import Comb, ResidueScan, comb_test
+from needlework.analysis.comb import Comb, ResidueScan
 from needlework.analysis.diagnosis import Diagnosis, diagnose
 from needlework.analysis.drift import Drift, cusum, drift
 from needlework.analysis.intervals import sentence, wilson
@@ -29,7 +29,6 @@ __all__ = [
     "Mechanism",
     "Paired",
     "ResidueScan",
-    "comb_test",
     "compare",
     "concat",
     "conditions",

@@ -1,4 +1,4 @@
-"""Does recall depend on the length's residue? A two-stage scan that finds the class, and a test for tables at hand.
+"""Does recall depend on the length's residue? A two-stage scan that finds the class.
 
 A comb (one length in 4, in 64, in 128 fails, its neighbours are healthy) is invisible to a grid of round lengths. The
 scan asks a whole period of consecutive lengths once and then asks each suspect class again at fresh lengths, with
@@ -8,7 +8,7 @@ a sequential likelihood-ratio test, so that random misses are not taken for a cl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -16,12 +16,11 @@ import numpy as np
 
 DEAD_MISS = 0.95  # a dead class misses this often under the alternative
 WRONG_COMB = 0.002  # chance of accepting any class when misses are random
-MODULI = (2, 3, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
 class Comb:
-    """Result of a scan or a test. `residues` are modulo `period`, of the full length in tokens."""
+    """Result of a scan. `residues` are modulo `period`, of the full length in tokens."""
 
     state: str  # "comb", "none", "too many misses", "unfinished"
     period: int | None
@@ -211,81 +210,3 @@ class ResidueScan:
                 self._owner[length] = suspect
                 self._queue.append(length)
                 needed -= 1
-
-
-def comb_test(
-    lengths: Iterable[float],
-    hits: Iterable[float],
-    *,
-    moduli: Sequence[int] = MODULI,
-    permutations: int = 500,
-    seed: int = 0,
-) -> Comb:
-    """Residue test of a table at hand: largest class effect over `moduli`, null by permutation among similar lengths.
-
-    Hits (0/1, NaN left out) are compared with trials of like recall: the null shuffles them within the blocks of the
-    falling curve that fits them best, so a cliff or a slope is not read as a comb. At least 8 measured trials with
-    distinct lengths are needed, else state "none" with p = 1. A class counts only with two distinct lengths, because
-    one bad length is not a period. `permutations=0` takes a union bound instead, for large tables.
-    """
-    x, y = np.asarray(list(lengths), float), np.asarray(list(hits), float)
-    keep = np.isfinite(x) & np.isfinite(y) & (x >= 1)
-    x, y = x[keep].round().astype(np.int64), y[keep]
-    n = len(x)
-    misses = float(1 - y.mean()) if n else 0.0
-    if len(np.unique(x)) < 8 or y.min() == y.max():
-        return Comb("none", None, (), 1.0, n, misses)
-    x, y, stratum = _blocks(x, y)
-    size = np.bincount(stratum)
-    mean = np.bincount(stratum, weights=y) / size
-    variance = (mean * (1 - mean))[stratum]
-    labels, count = _labels(x, moduli)
-    room = np.bincount(labels, weights=np.tile(variance, len(moduli)), minlength=count)
-    distinct = np.bincount(_labels(np.unique(x), moduli)[0], minlength=count)
-    share = np.bincount(labels, minlength=count) / n
-    usable = (distinct >= 2) & (room > 0) & (share < 0.75)
-    scale = np.sqrt(np.maximum(room * (1 - share), 0.25))
-
-    def effect(values: np.ndarray) -> np.ndarray:
-        loss = np.bincount(labels, weights=np.tile(mean[stratum] - values, len(moduli)), minlength=count)
-        return np.where(usable, loss / scale, -np.inf)
-
-    seen = effect(y)
-    best = int(np.argmax(seen))
-    if not permutations:  # union bound of normal tails
-        from scipy.stats import norm
-
-        p = float(min(1.0, usable.sum() * norm.sf(seen[best])))
-    rng = np.random.default_rng([seed, 0xC0B])
-    larger = 0
-    for _ in range(permutations):
-        shuffled = y[np.lexsort((rng.random(n), stratum))]
-        larger += effect(shuffled).max() >= seen[best] - 1e-12
-    if permutations:
-        p = (larger + 1) / (permutations + 1)
-    starts = np.cumsum([0, *moduli])
-    which = int(np.searchsorted(starts, best, side="right")) - 1
-    modulus, residue = int(moduli[which]), int(best - starts[which])
-    inside = x % modulus == residue
-    elsewhere = float(1 - y[~inside].mean()) if (~inside).any() else 0.0
-    if p > 0.05 or not np.isfinite(seen[best]):
-        return Comb("none", None, (), p, n, misses)
-    return Comb("comb", modulus, (residue,), p, n, elsewhere)
-
-
-def _blocks(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sorted lengths, their hits, and the block of the best falling step curve (least squares) each belongs to."""
-    from scipy.optimize import isotonic_regression
-
-    order = np.argsort(x, kind="stable")
-    x, y = x[order], y[order]
-    where = np.unique(x, return_inverse=True)[1]
-    weight = np.bincount(where).astype(float)
-    fit = isotonic_regression(np.bincount(where, weights=y) / weight, weights=weight, increasing=False)
-    block = np.repeat(np.arange(len(fit.blocks) - 1), np.diff(fit.blocks))
-    return x, y, block[where]
-
-
-def _labels(x: np.ndarray, moduli: Sequence[int]) -> tuple[np.ndarray, int]:
-    starts = np.cumsum([0, *moduli])
-    return np.concatenate([start + x % m for start, m in zip(starts, moduli, strict=False)]), int(starts[-1])

@@ -12,8 +12,11 @@ from .bench.journal import Journal
 from .bench.prompts import PromptSpec
 from .bench.result import Result, hit, outcomes, share
 from .bench.trial import Ask, Row, Target, resolve, with_seed
+from .recall import surprising
 
 CACHES = ("cold", "warm")
+FOUND = 0.02  # p-value of discordant pairs that is a finding
+ALIKE = 0.15  # a difference that may be left open where the arms are called alike
 
 
 @instrument(without=("arm",))
@@ -118,6 +121,8 @@ def _paired(pairs: Sequence[tuple[Row, ...]]) -> dict[str, Any]:
     only_second = sum(1 for a, b in hits if a == 0 and b == 1)
     return {
         "discordant": (only_first, only_second),
+        "both": sum(a == b == 1 for a, b in hits),
+        "neither": sum(a == b == 0 for a, b in hits),
         "p_value": mcnemar(only_first, only_second),
         "e_value": e_value(only_first, only_second),
         "measured_pairs": sum(1 for a, b in hits if a == a and b == b),
@@ -137,7 +142,7 @@ def _flips(journal: Journal, aa: list[list[Ask]]) -> tuple[int, int]:
 
 
 def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: str) -> tuple[str, str]:
-    from needlework.analysis.paired import odds
+    from needlework.analysis.paired import newcombe, odds
 
     if failed:
         return failed, "harness"
@@ -162,9 +167,12 @@ def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: st
     worse = names[1] if a_only > b_only else names[0]
     text += f" {differ} pairs differ, {max(a_only, b_only)} of them against {worse} "
     text += f"(exact McNemar p = {p:.2g}, e = {odds(e)})."
-    # the noise of the arm against itself must not explain it
-    beyond = p < 0.01 and (not aa or differ / details["measured_pairs"] > 2 * flips / aa)
-    return text + noise, "finding" if beyond else "not proven"
+    if p < FOUND or e >= 20:  # flips of an arm against itself go both ways: they favour neither arm
+        return text + noise, "finding"
+    apart = max(map(abs, newcombe(details["both"], a_only, b_only, details["neither"])))
+    text += f" Alike within {100 * apart:.0f} points."
+    whole = not surprising(*outcomes(sides[0]))
+    return text + noise, "healthy" if apart <= ALIKE and whole else "not proven"
 
 
 def _table(names: list[str], pairs: list) -> Any:

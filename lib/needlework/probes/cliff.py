@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,8 @@ from .bench.result import Result, hit, outcomes, share
 from .bench.trial import Ask, Row, Target, with_seed
 from .recall import surprising
 
-LADDER = 8  # coarse lengths asked first: they show the gross shape, and a hole if there is one
+LADDER = 8  # coarse lengths asked first: they show the gross shape
+BETWEEN, NARROW = 16, 1.12  # lengths asked between them where nothing falls, down to gaps of this ratio
 USUAL = 30  # requests of a search
 CONFIRM = 5  # fresh trials on each side of the edge
 WALK = 30  # requests of a walk at most
@@ -113,13 +116,17 @@ def find_cliff(
                     lengths = search.propose(batch)
                     feed(search, lengths, send(lengths, "search"))
                 found = search.result()
+                if found.state == "no cliff":  # a hole between two rungs is no healthy ground
+                    gaps = _between([r["target_tokens"] for r in rows], seed)
+                    feed(search, gaps, send(gaps, "between"))
+                    found = search.result()
                 if found.state == "cliff":
                     below, above = _beside(found, int(low), int(high))
                     sides = send([below] * CONFIRM + [above] * CONFIRM, "confirm")
                     feed(search, [below] * CONFIRM + [above] * CONFIRM, sides)
                     found = search.result()
                     exact = bench.capabilities.tokenize != "usage"
-                    if walk and exact and found.state == "cliff" and _is_step(found):
+                    if walk and exact and found.state == "cliff" and _is_step(found) and not _other_law(rows):
                         walked = _walk(found, feed, send)
         found = search.result()
         edge = walked.edge if walked is not None and walked.state == "edge" else None
@@ -146,6 +153,31 @@ def find_cliff(
 def _ladder(low: int, high: int) -> list[int]:
     steps = [round(low * (high / low) ** (i / (LADDER - 1))) for i in range(LADDER)]
     return sorted(set(steps))
+
+
+def _between(asked: list[int], seed: int) -> list[int]:
+    """Lengths in the widest gaps (by ratio) between those asked, off the grid: any residue, no fixed rung."""
+    lengths, random = sorted(set(asked)), Random(f"between/{seed}")
+    for _ in range(BETWEEN):
+        ratio, i = max((b / a, i) for i, (a, b) in enumerate(itertools.pairwise(lengths)))
+        if ratio < NARROW:
+            break
+        low, high = lengths[i], lengths[i + 1]
+        lengths.insert(i + 1, round(low * (high / low) ** random.uniform(0.35, 0.65)))
+    return sorted(set(lengths) - set(asked))
+
+
+def _other_law(rows: list[Row]) -> str:
+    """What is lost, where another law than a fall with length, place or distance explains these trials better."""
+    import pandas as pd
+
+    from needlework.analysis import laws
+
+    fit = laws.fit(laws.conditions(pd.DataFrame(rows)))
+    law = fit.laws[0] if fit.laws else None
+    falls = ("length", "place", "left", "fade length", "fade left", "fade place")
+    told = law is not None and law.name not in falls and law.share > 0.5
+    return law.sentence if told and law is not None else ""
 
 
 def _beside(found: Cliff, low: int, high: int) -> tuple[int, int]:
@@ -200,7 +232,12 @@ def _describe(
         return "Nothing was measured.", "not proven"
     text = str(found)
     text = f"{text[0].upper()}{text[1:]}."
+    other = _other_law(rows)
+    if other and found.state != "no cliff":
+        return f"{text} But another law explains these trials better: {other}.", "finding"
     if found.state == "no cliff":
+        if other:
+            return f"Recall does not fall with length, and yet it is not whole: {other}.", "finding"
         if surprising(*outcomes(rows)):
             return f"{text} But recall is not whole at any length: {share(rows)}.", "finding"
         return f"{text} Trials: {share(rows)}, with the fact {where}.", "healthy"

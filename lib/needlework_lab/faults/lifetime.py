@@ -11,8 +11,6 @@ from .registry import fault
 
 @fault(
     "F08",
-    "state is not carried across a chunk of the prompt",
-    ("mlx-lm#1189", "llama.cpp#26471", "sglang#22688", "vllm#36580", "sglang#23415"),
     strengths={"mild": {"after": 3}, "default": {"after": 1}, "severe": {"after": 1}},
     after=1,
 )
@@ -32,8 +30,6 @@ def index_rebuilt_each_pass(engine: Any, after: int) -> None:
 
 @fault(
     "F09",
-    "a prefix hit comes without its side state",
-    ("ATOM#1417", "sglang#30339", "llama.cpp#25259", "vllm#53912", "vllm#27346", "mlx-lm#1192"),
     strengths={"mild": {"pages": 1}, "default": {"pages": 2}, "severe": {"pages": 2}},
     pages=2,
 )
@@ -52,8 +48,6 @@ def window_belongs_to_the_slot(engine: Any, pages: int) -> None:
 
 @fault(
     "F10",
-    "the prefix tree keeps pages of an aborted request that others reuse",
-    ("sglang#38319", "sglang#28374", "FastDeploy#7797"),
     strengths={"mild": {"pages": 4}, "default": {"pages": 64}, "severe": {"pages": 512}},
     pages=64,
 )
@@ -97,8 +91,6 @@ def tree_keeps_freed_pages(engine: Any, pages: int) -> None:
 
 @fault(
     "F11",
-    "the cache key misses an identity",
-    ("vllm#44701", "vllm#54342", "LMCache#4086", "LMCache#3301"),
     strengths={"mild": {"bits": 8}, "default": {"bits": 4}, "severe": {"bits": 2}},
     bits=4,
 )
@@ -111,8 +103,6 @@ def key_collides(engine: Any, bits: int) -> None:
 
 @fault(
     "F12",
-    "pages are freed while a copy into them is still under way",
-    ("sglang#24527", "sglang#35049", "sglang#27372", "vllm-ascend#13501", "vllm#46289"),
     strengths={"mild": {"delay": 2}, "default": {"delay": 4}, "severe": {"delay": 6}},
     delay=4,
 )
@@ -146,8 +136,6 @@ def freed_too_early(engine: Any, delay: int) -> None:
 
 @fault(
     "F17",
-    "padded rows of a fixed-size batch write real pages",
-    ("vllm#43810", "vllm#39444", "vllm#36939", "sglang#36207", "vllm-ascend#15417"),
     strengths={"mild": {"pages": 1}, "default": {"pages": 2}, "severe": {"pages": 8}},
     pages=2,
 )

@@ -12,10 +12,7 @@ from .registry import fault
 
 @fault(
     "N1",
-    "the prompt is truncated before the model",
-    ("ollama#3839", "ollama#17427", "colibri#506"),
     strengths={"mild": {"limit": 8192}, "default": {"limit": 4096}, "severe": {"limit": 1024}},
-    lookalike=True,
     limit=4096,
 )
 def truncated(engine: Any, limit: int) -> None:
@@ -30,10 +27,7 @@ def truncated(engine: Any, limit: int) -> None:
 
 @fault(
     "N2",
-    "rounding depends on the batch",
-    ("vllm#39146", "TensorRT-LLM#15503"),
     strengths={"mild": {"size": 0.05}, "default": {"size": 0.2}, "severe": {"size": 0.5}},
-    lookalike=True,
     size=0.2,
 )
 def batch_numerics(engine: Any, size: float) -> None:
@@ -58,10 +52,7 @@ def batch_numerics(engine: Any, size: float) -> None:
 
 @fault(
     "N3",
-    "the answer's token budget is cut on the way",
-    ("ninfer#171", "inference-atlas#12", "inference-atlas#27"),
     strengths={"mild": {"tokens": 16}, "default": {"tokens": 4}, "severe": {"tokens": 1}},
-    lookalike=True,
     tokens=4,
 )
 def budget_cut(engine: Any, tokens: int) -> None:
@@ -72,9 +63,6 @@ def budget_cut(engine: Any, tokens: int) -> None:
 
 @fault(
     "N4",
-    "the warm run was cold: the prefix cache never hits",
-    ("vllm#51198", "vllm#45238", "vllm#54504", "sglang#28971"),
-    lookalike=True,
 )
 def vacuous_warm(engine: Any) -> None:
     """The prefix cache is on by its configuration and never hits. Every comparison of cold and warm passes, and shows
@@ -84,10 +72,7 @@ def vacuous_warm(engine: Any) -> None:
 
 @fault(
     "N5",
-    "the checkpoint itself is weak at length",
-    ("llama.cpp#26694",),
     strengths={"mild": {"reach": 3000}, "default": {"reach": 1500}, "severe": {"reach": 800}},
-    lookalike=True,
     reach=1500,
 )
 def weak_checkpoint(engine: Any, reach: int) -> None:

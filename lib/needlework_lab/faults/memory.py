@@ -11,8 +11,6 @@ from .registry import fault
 
 @fault(
     "F01",
-    "writer and reader disagree on the layout of an index page",
-    ("vllm#52109", "vllm#40991", "1Cat-vLLM#250", "LMCache#4463", "TensorRT-LLM#6507", "DeepGEMM#434"),
     strengths={"mild": {"layers": 1}, "default": {"layers": 2}, "severe": {"layers": 2}},
     layers=2,
 )
@@ -45,8 +43,6 @@ def interleaved_index_pages(engine: Any, layers: int) -> None:
 
 @fault(
     "F02",
-    "page table of the indexer sized in the wrong unit",
-    ("vllm#56380", "vllm#57536", "TensorRT-LLM#16219", "vllm#51252", "sglang#31482"),
     strengths={"mild": {"divisor": 8}, "default": {"divisor": 16}, "severe": {"divisor": 32}},
     divisor=16,
 )
@@ -66,8 +62,6 @@ def table_in_wrong_unit(engine: Any, divisor: int) -> None:
 
 @fault(
     "F03",
-    "address arithmetic wraps",
-    ("aiter#4774", "aiter#4427", "xpu-kernels#445", "vllm-ascend#16824", "TensorRT-LLM#8058"),
     strengths={"mild": {"percent": 75}, "default": {"percent": 50}, "severe": {"percent": 25}},
     percent=50,
 )
@@ -81,8 +75,6 @@ def address_wraps(engine: Any, percent: int) -> None:
 
 @fault(
     "F18",
-    "NaN in memory that was never written survives masking",
-    ("vllm#35219", "vllm#43990", "vllm#57716", "sglang#38851", "sglang#33106"),
     strengths={"mild": {"rows": 1}, "default": {"rows": 4}, "severe": {"rows": 64}},
     rows=4,
 )
@@ -114,8 +106,6 @@ def unwritten_rows_are_read(engine: Any, rows: int) -> None:
 
 @fault(
     "F20",
-    "fp8 scale narrowed",
-    ("FlashMLA#184", "sglang#20705", "TensorRT-LLM#16916", "LMCache#717", "vllm#41343"),
     strengths={"mild": {"percent": 15}, "default": {"percent": 30}, "severe": {"percent": 60}},
     percent=30,
 )

@@ -9,8 +9,6 @@ from .registry import fault
 
 @fault(
     "F14",
-    "a side buffer is not moved with the main one",
-    ("sglang#17024", "Mooncake#2236", "sglang#31108", "sglang#39692", "sglang#38031"),
     strengths={"mild": {"first_chunks": 2}, "default": {"first_chunks": 1}, "severe": {"first_chunks": 0}},
     roles=("prefill",),
     first_chunks=1,
@@ -29,8 +27,6 @@ def side_buffer_not_moved(engine: Any, first_chunks: int) -> None:
 
 @fault(
     "F13",
-    "a chunk is sent before its forward pass has ended",
-    ("sglang#33970", "sglang#22716", "sglang#33309", "vllm#44238"),
     roles=("prefill",),
     strengths={"mild": {"every": 3}, "default": {"every": 1}, "severe": {"every": 1}},
     every=1,
@@ -48,8 +44,6 @@ def sent_too_early(engine: Any, every: int) -> None:
 
 @fault(
     "F16",
-    "a failed transfer is swallowed",
-    ("vllm#52234", "LMCache#4991", "LMCache#3388", "sglang#30233", "vllm-ascend#13934"),
     strengths={"mild": {"every": 8}, "default": {"every": 3}, "severe": {"every": 1}},
     roles=("prefill", "decode"),
     every=3,

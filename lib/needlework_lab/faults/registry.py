@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
+from needlework.analysis import MECHANISMS
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -53,23 +55,30 @@ FAULTS: dict[str, Fault] = {}
 
 def fault(
     code: str,
-    title: str,
-    citations: Iterable[str],
     *,
     strengths: Mapping[str, Mapping[str, int | float | str]] | None = None,
     roles: tuple[str, ...] = ("combined", "prefill", "decode"),
-    lookalike: bool = False,
     needs: Mapping[str, int] | None = None,
     **parameters: int | float | str,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register the function below as a fault; its docstring is the account."""
+    """Register the function below as a fault; its docstring is the account, the rest is told in faults.toml."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         account = " ".join((function.__doc__ or "").split())
         levels = dict(strengths or {})
         levels.setdefault("default", dict(parameters))
+        known = MECHANISMS[code]
         FAULTS[code] = Fault(
-            code, title, tuple(citations), account, parameters, levels, function, roles, lookalike, dict(needs or {})
+            code,
+            known.title,
+            known.citations,
+            account,
+            parameters,
+            levels,
+            function,
+            roles,
+            known.lookalike,
+            dict(needs or {}),
         )
         return function
 

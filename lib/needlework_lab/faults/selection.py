@@ -12,8 +12,6 @@ from .registry import fault
 
 @fault(
     "F04",
-    "top-k silently loses winners",
-    ("sglang#36807", "sglang#37591", "vllm#51782", "flashinfer#2605", "tilelang#1351", "sglang#30645"),
     strengths={"mild": {"stash": 4}, "default": {"stash": 2}, "severe": {"stash": 1}},
     stash=2,
 )
@@ -37,8 +35,6 @@ def stash_overflows(engine: Any, stash: int) -> None:
 
 @fault(
     "F05",
-    "wrong budget: the attention consumes fewer entries than the indexer selects",
-    ("ATOM#1507", "ATOM#1591", "ik_llama.cpp#2095", "mlx-lm#1419", "lmdeploy#1896"),
     strengths={"mild": {"divisor": 2}, "default": {"divisor": 4}, "severe": {"divisor": 16}},
     divisor=4,
     k=0,
@@ -64,8 +60,6 @@ def wrong_budget(engine: Any, divisor: int, k: int, scattered: int) -> None:
 
 @fault(
     "F06",
-    "index queries and keys are rotated in different styles",
-    ("sglang#13439", "vllm-ascend#4641", "transformers#46842", "mlx-lm#512", "sglang#12583", "vllm#41834"),
     strengths={"mild": {"dims": 72}, "default": {"dims": 80}, "severe": {"dims": 120}},
     dims=80,
 )
@@ -84,8 +78,6 @@ def rotated_apart(engine: Any, dims: int) -> None:
 
 @fault(
     "F07",
-    "a partial group at the end is miscounted: a comb over the prompt's length",
-    ("vllm#55927", "llama.cpp#26063", "sglang#38161", "keys_values#140", "transformers#37574"),
     strengths={
         "mild": {"period": 128, "residue": 127},
         "default": {"period": 4, "residue": 3},

@@ -13,8 +13,6 @@ from .registry import fault
 
 @fault(
     "F15",
-    "a copy between device and host is not waited for",
-    ("sglang#22811", "sglang#31427", "sglang#27504", "vllm#45704", "LMCache#4870", "TensorRT-LLM#15546"),
     strengths={
         "mild": {"every": 4},
         "default": {"every": 2},
@@ -51,8 +49,6 @@ def copy_not_awaited(engine: Any, every: int, delay_ms: int, side: str) -> None:
 
 @fault(
     "F19",
-    "the draft's state is lost or miscounted",
-    ("ATOM#1859", "ATOM#1362", "TensorRT-LLM#18662", "ds4#750", "sglang#32176", "sglang#25704", "llama.cpp#26756"),
     strengths={
         "mild": {"kind": "index"},
         "default": {"kind": "index"},
