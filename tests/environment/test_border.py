@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from needlework import __main__ as command
 from needlework import neighbours
 from needlework.serving import target
 
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(neighbours.__file__).parent
 ALONE = """
 import importlib, pkgutil, sys
@@ -62,6 +64,26 @@ def test_alone_it_imports_probes_decodes_and_diagnoses() -> None:
     assert re.fullmatch(r"Diagnosis 12 .+", diagnosed)
     assert refused.startswith("the target lab needs needlework_lab") and "pip install 'needlework[lab]'" in refused
     assert "the command run needs needlework_press" in done.stderr and "[press]" in done.stderr
+
+
+@pytest.mark.skipif("NEEDLEWORK_CLEAN" not in os.environ, reason="sets up an environment of its own: make test-base")
+def test_the_base_install_alone_is_complete(tmp_path: Path) -> None:
+    python = tmp_path / "env/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=120)
+    subprocess.run([python, ROOT / "tools/set_up.py", "base"], check=True, timeout=900)
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    alone = {"env": environment, "cwd": tmp_path, "text": True, "timeout": 120}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([python, *arguments], capture_output=True, check=False, **alone)
+
+    with mock_endpoint() as mock:
+        done = run("-c", ALONE, mock.base_url)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"Diagnosis 12 .+", done.stdout.strip().splitlines()[-2])
+    for verb, lacks in (("lab", "starlette is not installed here; install it"), ("run", "the command run needs")):
+        said = run("-m", "needlework", verb)
+        assert said.returncode == 2 and lacks in said.stderr and said.stderr.count("\n") == 1, said.stderr
 
 
 def imports_of_neighbours(text: str) -> list[str]:

@@ -118,10 +118,10 @@ def test_what_the_pair_says_of_cached_tokens_is_prefills_count():
     assert sum(row["decode_hits"] != row["prefill_hits"] for row in rows) == 6
 
 
-def test_the_readmes_serve_line_was_up_within_the_bar():
+def test_the_pages_serve_line_was_up_within_the_bar():
     load = json.loads((DATA / "vllm" / "evidence" / "load.json").read_text())
     commands = json.loads((DATA / "vllm" / "evidence" / "readme.json").read_text())["commands"]
-    assert all(command in (ROOT / "README.md").read_text() for command in commands)
+    assert all(command in (ROOT / "docs/checkpoint.md").read_text() for command in commands)
     times = [start["up_s"] for start in load["starts"] if start["arguments"] == ["--enforce-eager"]
              and start["variables"]]  # fmt: skip
     assert f"{load['command']} --enforce-eager" == commands[1] and len(times) == 3 and max(times) <= 90

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+import set_up
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -78,11 +81,45 @@ def test_each_requirement_says_what_it_is_for() -> None:
 
 
 def test_both_ways_of_setting_up_install_the_same() -> None:
-    make = (ROOT / "Makefile").read_text()
-    assert "-c constraints.txt -e '.[kernels,lab,press,test]'" in make
-    assert re.search(r"'torch==([\d.]+)'", make)[1] == next(
+    (editable,) = [d for d in CONDA["dependencies"][-1]["pip"] if d.startswith("-e ")]
+    assert editable == f"-e .[{','.join(set_up.EXTRAS)}]" and "$(PY) tools/set_up.py" in (ROOT / "Makefile").read_text()
+    assert re.search(r'"torch==([\d.]+)"', Path(set_up.__file__).read_text())[1] == next(
         str(r.specifier).removeprefix("==") for _, r in requirements() if r.name == "torch"
     )
+
+
+def test_uv_is_told_what_pip_is_configured_with() -> None:
+    listed = "\n".join(
+        (
+            ":env:.find-links='/wheels'",
+            "global.extra-index-url='https://a/simple\\nhttps://b/simple'",
+            "global.find-links='/one /two'",
+            "global.cert='/ca.pem'",
+            "install.progress-bar='off'",
+        )
+    )
+    told = set_up.from_pip(listed)
+    indexes = "https://a/simple https://b/simple"
+    assert told == {"UV_FIND_LINKS": "/one,/two", "UV_INDEX": indexes, "SSL_CERT_FILE": "/ca.pem"}
+    with pytest.raises(ValueError, match="configured with require-hashes, which uv cannot be told"):
+        set_up.from_pip("global.require-hashes='true'")
+    assert set_up.torch_build({}, gpu=True) == set_up.torch_build(told, gpu=False) == {}
+    assert set_up.torch_build({}, gpu=False) == ({"UV_TORCH_BACKEND": "cpu"} if sys.platform == "linux" else {})
+
+
+def test_where_uv_cannot_pip_takes_over(monkeypatch, capsys) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        asked.append(command)
+        failed = "uv" in command and "pip" in command and "install" in command
+        return subprocess.CompletedProcess(command, int(failed), stdout="")
+
+    monkeypatch.setattr(set_up.subprocess, "run", run)
+    assert set_up.main([]) == 0
+    said = capsys.readouterr()
+    assert "uv could not; pip takes over" in said.err and "set up with pip" in said.out
+    assert asked[-1][1:4] == ["-m", "pip", "install"] and asked[-1][-1] == ".[kernels,lab,press,test]"
 
 
 def test_git_does_not_ignore_the_library() -> None:

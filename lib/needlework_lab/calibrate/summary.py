@@ -101,7 +101,7 @@ class Summary:
         }
 
     def markdown(self) -> str:
-        """The page that the README can include."""
+        """The page `docs/calibration.md`."""
         parts = ["# Calibration", ""]
         parts += [f"* {name}: {value}" for name, value in self.facts.items()]
         for view in VIEWS:
@@ -118,7 +118,7 @@ class Summary:
         return "\n".join(parts)
 
     def compact(self) -> str:
-        """One row a class at default strength, from outside alone: the table that stands in the README."""
+        """One row a class at default strength, from outside alone: the table of `docs/lab.md`."""
         shown = self.table("outside")
         shown = shown[(shown["strength"] == "default") & ~shown["class"].str.contains("+", regex=False)]
         heads = ["class", "runs", "found", "right class first", "wrongly accused", "requests", "taken for"]

@@ -203,8 +203,8 @@ def test_the_shipped_table_is_what_the_page_says():
     assert shipped().markdown() == (root / "docs" / "calibration.md").read_text()
     assert shipped(STRENGTHS_SHIPPED).markdown() == (root / "docs" / "strengths.md").read_text()
     assert {row["strength"] for row in shipped(STRENGTHS_SHIPPED).rows if row["faults"]} == {"mild", "severe"}
-    readme = (root / "README.md").read_text()
-    assert shipped().into(readme) == readme and shipped().into(readme.replace("| F07 |", "| F70 |")) == readme
+    page = (root / "docs" / "lab.md").read_text()
+    assert shipped().into(page) == page and shipped().into(page.replace("| F07 |", "| F70 |")) == page
     with pytest.raises(ValueError, match="no place"):
         shipped().into("a page without markers")
 
