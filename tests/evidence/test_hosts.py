@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from evidence_image import MISSING, SOURCE, build_image
-from needlework.evidence import absences, collect, load_plan
+from needlework.evidence import absences, collect, effective, findings, load_plan, read_log
 from needlework.evidence import hosts as reading
 
 SSHD = shutil.which("sshd") or ("/usr/sbin/sshd" if os.path.exists("/usr/sbin/sshd") else None)
@@ -232,3 +232,105 @@ def test_this_machine_is_read_without_ssh(tmp_path):
     result = collect(load_plan(tmp_path / "incident.toml"))
     states = {item["item"].partition(":")[0]: item["state"] for item in result.items if item["role"] == "combined"}
     assert states["file"] == states["sha256"] == "ok" and states["http-server_info"] == "failed"
+
+
+def stand_in(folder, name, script):
+    """A program of this name that notes how it was called and answers as the real one does."""
+    path = folder / name
+    path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {folder}/calls\n{script}\n')
+    path.chmod(0o755)
+
+
+INSPECT = """[{"Id": "abc", "Name": "/vllm", "Path": "vllm", "Args": ["serve", "/m", "--block-size", "16"], "Config": {
+"Image": "vllm/vllm-openai:v0.25.1", "Entrypoint": ["vllm"], "Cmd": ["serve", "/m", "--block-size", "16"],
+"Env": ["HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyzABCD", "VLLM_LOGGING_LEVEL=INFO"]}}]"""
+POD = """apiVersion: v1
+kind: Pod
+metadata: {name: vllm-0}
+spec:
+  nodeName: gpu-node-17
+  containers:
+  - {name: main, image: 'vllm/vllm-openai:v0.25.1', args: [--model, /m, --block-size=64]}
+  - {name: sidecar, image: envoy, args: [--level, info]}
+"""
+FAILED = "2026-11-30T10:00:01.5Z ERROR 11-30 [worker.py:767] NIXL transfer failure: handshake_failed on gpu-node-17"
+
+
+def test_containers_are_read_through_docker(tmp_path, monkeypatch):
+    (tmp_path / "inspect.json").write_text(INSPECT)
+    script = f"""case "$*" in
+*inspect*) cat {tmp_path}/inspect.json ;;
+*logs*) echo '2026-11-30T10:00:02Z INFO vLLM API server version 0.25.1'; echo '{FAILED}' >&2 ;;
+*exec*environ*) printf 'PATH=/x\\0' ;;
+*exec*stat*) echo '5 1' ;;
+*exec*head*) printf 'X=1\\n' ;;
+*) echo "OCI runtime exec failed: exec: not found" >&2; exit 126 ;;
+esac"""
+    stand_in(tmp_path, "docker", script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = (
+        "[[hosts]]\nname='box'\nvia='docker'\n[[hosts.roles]]\nrole='decode'\ncontainer='vllm'\nfiles=['/etc/x.env']\n"
+    )
+    (tmp_path / "incident.toml").write_text(plan)
+    result = collect(load_plan(tmp_path / "incident.toml"))
+    said = findings(result).rows
+    assert [(row.name, row.count) for row in said if row.kind == "log"] == [("handshake", 1), ("transfer", 1)]
+    log = read_log(result, "box", "decode")
+    assert log["message"].str.contains("transfer failure").tolist() == [True, False], "both outputs, by time"
+    table = effective(result).set_index("setting")
+    assert table.loc["page_size", ["value", "source"]].tolist() == ["16", "manifest"]
+    assert table.loc["X", "source"] == "environment file" and "hf_abcdef" not in str(result.texts)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "container inspect -- vllm" in calls and "logs --timestamps --tail 4000 -- vllm" in calls
+    assert all(call.split()[0] in ("container", "logs", "exec") for call in calls)
+    assert {call.split()[2] for call in calls if call.startswith("exec")} <= {"head", "stat", "sha256sum"}
+
+
+def test_pods_are_read_through_kubectl(tmp_path, monkeypatch):
+    (tmp_path / "pod.yaml").write_text(POD)
+    script = f"""case "$*" in
+*" get pod"*) cat {tmp_path}/pod.yaml ;;
+*" logs "*) echo "[pod/vllm-0/main] {FAILED}" ;;
+*) echo "error: unable to upgrade connection: pod does not exist" >&2; exit 1 ;;
+esac"""
+    stand_in(tmp_path, "kubectl", script)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    plan = "[[hosts]]\nname='cluster'\nvia='kubectl'\ntarget='prod'\nnamespace='llm'\n"
+    plan += "[[hosts.roles]]\nrole='decode'\npod='vllm-0'\ncontainer='main'\n"
+    (tmp_path / "incident.toml").write_text(plan)
+    result = collect(load_plan(tmp_path / "incident.toml"))
+    table = effective(result).set_index("setting")
+    assert table.loc["page_size", "value"] == "64" and table.loc["sidecar/level", "value"] == "info"
+    assert "gpu-node-17" not in str(result.texts) + str(result.items)
+    assert [row.name for row in findings(result).rows if row.kind == "log"] == ["handshake", "transfer"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(call.startswith("--context=prod --namespace=llm --request-timeout=60s ") for call in calls)
+    assert {call.split()[3] for call in calls} == {"get", "logs", "exec"}
+    assert any(call.endswith("exec vllm-0 -c main -- head -c 1048576 -- /proc/1/environ") for call in calls)
+
+
+@pytest.mark.skipif(shutil.which("docker") is None, reason="docker is not installed")
+def test_a_docker_without_its_daemon_is_one_sentence(tmp_path):
+    plan = f"[[hosts]]\nname='box'\nvia='docker'\ntarget='unix://{tmp_path}/no.sock'\n[[hosts.roles]]\nrole='decode'\ncontainer='x'\n"
+    (tmp_path / "incident.toml").write_text(plan)
+    said = absences(collect(load_plan(tmp_path / "incident.toml")))["finding"]
+    assert said.str.contains("daemon|no.sock|not be").any()
+
+
+@pytest.mark.parametrize(
+    ("host", "sentence"),
+    [
+        ("via='docker'\n[[hosts.roles]]\nrole='decode'\ncontainer='--privileged'", "not the name of one"),
+        ("via='docker'\n[[hosts.roles]]\nrole='decode'\ncontainer='a;b'", "not the name of one"),
+        ("via='docker'\n[[hosts.roles]]\nrole='decode'", "needs a container"),
+        ("via='docker'\ntarget='-H'\n[[hosts.roles]]\nrole='decode'\ncontainer='a'", "not a docker host"),
+        ("via='kubectl'\nnamespace='-n'\n[[hosts.roles]]\nrole='decode'\npod='a'", "namespace must be"),
+        ("via='kubectl'\n[[hosts.roles]]\nrole='decode'\ncontainer='a'", "needs a pod"),
+        ("via='local'\n[[hosts.roles]]\nrole='decode'\npod='a'", "needs via"),
+        ("via='ssh'\ntarget='a'\nnamespace='x'\n[[hosts.roles]]\nrole='decode'", "namespace must be"),
+    ],
+)
+def test_a_plan_for_containers_is_read_strictly(tmp_path, host, sentence):
+    (tmp_path / "incident.toml").write_text("[[hosts]]\n" + host)
+    with pytest.raises(ValueError, match=sentence):
+        load_plan(tmp_path / "incident.toml")

@@ -116,7 +116,7 @@ def _ask_host(host: Host, plan: Plan) -> list[tuple[Role | None, str, Answer]]:
     except OSError as error:
         return [(None, "connect", Answer(error=str(error)))]
     with shell.connected(), ThreadPoolExecutor(max_workers=len(host.roles)) as pool:
-        if host.via in ("docker", "kubectl"):
+        if isinstance(shell, Shell) and host.via in ("docker", "kubectl"):
             for part in pool.map(lambda role: _ask_role(shell.inside(role), role, plan, host), host.roles):
                 rows += part
             return rows
@@ -140,14 +140,12 @@ def _ask_role(shell: Shell | Folder, role: Role, plan: Plan, host: Host) -> list
     files, lines = [*role.files, *role.logs], str(plan.log_lines)
     since = {"since": plan.since} if plan.since else {}
     suffix = "-since" if plan.since else ""
-    for kind in ("container", "pod") if isinstance(shell, Shell) else ():
-        if getattr(role, kind if kind == "pod" or host.via != "kubectl" else "pod") and (kind == "pod") == (
-            host.via == "kubectl"
-        ):
-            ask(kind, kind)
-            ask(f"log:{kind}", f"{kind}-log{suffix}", lines=lines, **since)
-            ask("environ", "environ", pid="1")
-            files += _named(ask("cmdline", "cmdline", pid="1").data.replace(b"\0", b" "))
+    if host.via in ("docker", "kubectl"):
+        kind = "container" if host.via == "docker" else "pod"
+        ask(kind, kind)
+        ask(f"log:{kind}", f"{kind}-log{suffix}", lines=lines, **since)
+        ask("environ", "environ", pid="1")
+        files += _named(ask("cmdline", "cmdline", pid="1").data.replace(b"\0", b" "))
     if role.unit:
         show = ask("unit-show", "unit-show", unit=role.unit)
         unit = ask("unit-cat", "unit-cat", unit=role.unit)

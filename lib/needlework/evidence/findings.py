@@ -85,10 +85,9 @@ def findings(collection: Collection) -> Findings:
     order = list(categories())
     rows.sort(key=lambda row: order.index(row.name) if row.name in order else len(order))
     rows += _of_settings(table)
-    rows += [
-        Finding("absence", row.host, row.role, row.item, f"{row.item}: {row.finding}", row.item)
-        for row in absences(collection).itertuples()
-    ]
+    for gap in absences(collection).to_dict("records"):
+        where = gap["item"]
+        rows.append(Finding("absence", gap["host"], gap["role"], where, f"{where}: {gap['finding']}", where))
     return Findings(tuple(rows))
 
 
@@ -101,19 +100,19 @@ def _of_log(collection: Collection, host: str, role: str, table: pd.DataFrame) -
     if log.empty:
         return
     engines, sources = engines_of(log["message"]), ", ".join(dict.fromkeys(log["source"]))
-    for row in scan(log).itertuples():
-        category = categories().get(row.category)
-        if not row.count or (category and category.topic):
+    own = table[(table["host"] == host) & (table["role"] == role)]
+    for row in scan(log).to_dict("records"):
+        name, count, category = row["category"], row["count"], categories().get(row["category"])
+        if not count or (category and category.topic):
             continue
-        levels = [f"{n} {word}" for n, word in ((row.errors, "errors"), (row.warnings, "warnings")) if n]
-        many = f"{row.count:,} line{'s' if row.count > 1 else ''} of {len(log):,}"
+        levels = [f"{row[word]} {word}" for word in ("errors", "warnings") if row[word]]
+        many = f"{count:,} line{'s' if count > 1 else ''} of {len(log):,}"
         many += f" ({', '.join(levels)})" if levels else ""
-        many += f" in {row.requests:,} requests" if row.requests else ""
-        means = category.means if category else f"{row.category}s that fall in no category here"
-        at = _limits(category, log) if category else ""
-        step = _step(category, engines, table[(table["host"] == host) & (table["role"] == role)]) if category else ""
-        yield Finding("log", host, role, row.category, f"{row.category}: {many}: {means}{at}", sources, step,
-                      category.classes if category else (), row.count, row.requests, row.example)  # fmt: skip
+        many += f" in {row['requests']:,} requests" if row["requests"] else ""
+        means = category.means + _limits(category, log) if category else f"{name}s that fall in no category here"
+        step, classes = (_step(category, engines, own), category.classes) if category else ("", ())
+        text = f"{name}: {many}: {means}"
+        yield Finding("log", host, role, name, text, sources, step, classes, count, row["requests"], row["example"])
 
 
 def _limits(category: Category, log: pd.DataFrame) -> str:
@@ -165,25 +164,27 @@ def as_evidence(collection: Collection) -> dict[str, Any]:
     `config`: sizes that the roles state alike; `logs`: category and meaning -> lines, a zero only where an engine of
     these logs would write such lines; `findings`: class of fault -> sentences that name file, unit or flag.
     """
-    table, config = effective(collection), {}
-    for name in SIZES:
-        told = {row.value for row in table.itertuples() if ours(row.setting) == name and row.value.isdigit()}
-        if len(told) == 1:
-            config[name] = int(told.pop())
+    table = effective(collection)
+    config: dict[str, int] = {}
+    for size in SIZES:
+        told = set(table.loc[table["setting"].map(lambda key, size=size: ours(key) == size), "value"])
+        if len(told) == 1 and (value := told.pop()).isdigit():
+            config[size] = int(value)
     logs: dict[str, int] = {}
     for host, role in _roles(collection):
         log = read_log(collection, host, role)
         engines = engines_of(log["message"])
-        for row in scan(log).itertuples():
-            category = categories().get(row.category)
-            if category and not category.topic and (row.count or category.written_by(engines)) and engines:
+        counts = scan(log).set_index("category")["count"].to_dict()
+        for category in categories().values():
+            count = int(counts[category.name])
+            if engines and not category.topic and (count or category.written_by(engines)):
                 key = f"{category.name}: {category.means}"
-                logs[key] = logs.get(key, 0) + row.count
+                logs[key] = logs.get(key, 0) + count
     by_class: dict[str, list[str]] = {}
     for row in findings(collection).rows:
         for code in row.classes:
             by_class.setdefault(code, []).append(
-                f"{row.host}/{row.role}: {row.text}" + (f"; next: {row.step}" if row.step else "")
+                f"{row.host}/{row.role}: {row.text}" + (f"; {row.step}" if row.step else "")
             )
     return {"config": config, "logs": logs, "findings": by_class}
 

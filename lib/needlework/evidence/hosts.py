@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import httpx
 
@@ -236,7 +236,7 @@ def _unreached(said: str) -> Answer:
 
 def unpacked(answer: Answer, lines: int) -> Answer:
     """The last lines of a log that came compressed, whatever it unpacks to."""
-    opener = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(answer.data[:2])
+    opener: Any = {b"\x1f\x8b": gzip.open, b"BZ": bz2.open, b"\xfd7": lzma.open}.get(answer.data[:2])
     if answer.error or opener is None:
         return answer
     try:

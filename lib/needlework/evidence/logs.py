@@ -76,7 +76,7 @@ def _words() -> tuple[dict[str, Category], dict[str, re.Pattern[str]]]:
     for row in table["category"]:
         row.pop("source", None)
         words, limit = re.compile("|".join(row.pop("words")), re.IGNORECASE), row.pop("limit", None)
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
         categories[row["name"]] = Category(**fields, words=words, limit=re.compile(limit) if limit else None)
     return categories, {name: re.compile(sign, re.IGNORECASE) for name, sign in table["engine"].items()}
 

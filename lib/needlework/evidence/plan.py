@@ -167,9 +167,9 @@ def _host(entry: dict, number: int, path: Path) -> Host:
 def _role(entry: dict, where: str) -> Role:
     if not isinstance(entry, dict):
         raise ValueError(f"{where}: must be a table")
-    kinds = {"role": str, "unit": str, "endpoint": str, "files": list, "logs": list, "container": str, "pod": str}
-    _take(entry, kinds, where)
-    role, unit, endpoint, container, pod = (entry.get(key) for key in ("role", "unit", "endpoint", "container", "pod"))
+    texts = ("role", "unit", "endpoint", "container", "pod")
+    _take(entry, {**dict.fromkeys(texts, str), "files": list, "logs": list}, where)
+    role, unit, endpoint, container, pod = map(entry.get, texts)
     if role not in ROLES:
         raise ValueError(f"{where}: role must be one of {', '.join(ROLES)}, not {str(role)[:40]!r}")
     if unit is not None and not UNIT_NAME.fullmatch(unit):

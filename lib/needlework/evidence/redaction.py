@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from urllib.parse import quote
 
 from needlework.evidence import plugins
@@ -146,9 +146,10 @@ class Redactor:
         lines, told = text.split("\n"), set()
         for start in range(0, len(lines), BATCH):
             some = _keys_in("\n".join(lines[start : start + BATCH])) if len(lines) > BATCH else keys
+            replace = partial(self._string, done=done, depth=depth, keys=some)
             for number, line in enumerate(lines[start : start + BATCH], start):
                 if depth < MAX_NESTING and line.lstrip()[:1] in ("{", "[", '"'):
-                    lines[number] = JSON_STRING.sub(lambda match, k=some: self._string(match, done, depth, k), line)
+                    lines[number] = JSON_STRING.sub(replace, line)
                     if JOURNAL_LINE.fullmatch(lines[number]):
                         told.add(lines[number])
         lines = (self._across("\n".join(lines)) if len(lines) > 1 else lines[0]).split("\n")
