@@ -6,6 +6,8 @@ import json
 import lzma
 import re
 import time
+import tomllib
+from importlib.resources import files
 
 import pandas as pd
 import pytest
@@ -14,6 +16,8 @@ from needlework.evidence import Redactor, absences, as_evidence, findings, join_
 from needlework.evidence.collect import Collection, _readable
 from needlework.evidence.hosts import Answer, last_lines, unpacked
 from needlework.evidence.logs import categories, engines_of, level_of, lines_of
+from needlework.evidence.settings import DECISIVE
+from needlework.workbook import diagnosing
 from saved import block_sizes, journal, saved, without_connector, wrapped, wrong_window
 from trade import ORDINARY
 
@@ -263,3 +267,27 @@ def test_redaction_counts_what_the_second_look_replaced():
     text = redactor.text("lost Qx7vLm2p9Tz\n")
     redactor.text("password=Qx7vLm2p9Tz\n")
     assert redactor.again(text) == "lost <secret-1>\n"
+
+
+def test_the_verdict_names_the_setting_that_the_collection_found(tmp_path, capsys):
+    wrong_window(tmp_path).write(tmp_path / "collected")
+    rows = ["target_tokens,prompt_tokens,depth,outcome"]
+    for n in range(120):
+        length, depth = (500, 1000, 1500, 1900, 2500, 4000, 7000)[n % 7], (n % 10) / 10
+        rows.append(
+            f"{length},{min(length, 2048)},{depth},{'exact' if length < 2048 or depth > 1 - 2048 / length else 'refusal'}"
+        )
+    (tmp_path / "trials.csv").write_text("\n".join(rows))
+    status = diagnosing.main([str(tmp_path / "trials.csv"), "--evidence", str(tmp_path / "collected")])
+    said = capsys.readouterr().out
+    assert status == 1 and "N1" in said.splitlines()[0]
+    assert (
+        "Collected: h-combined/combined: truncation: 12 lines" in said
+        and "OLLAMA_CONTEXT_LENGTH is set nowhere" in said
+    )
+
+
+def test_every_class_that_words_bear_on_is_one_of_the_table():
+    known = set(tomllib.loads(files("needlework.analysis").joinpath("faults.toml").read_text()))
+    named = {code for category in categories().values() for code in category.classes}
+    assert named | {code for codes in DECISIVE.values() for code in codes} <= known

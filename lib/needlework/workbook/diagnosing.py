@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework import analysis, probes
-from needlework.evidence import incidents
+from needlework.evidence import Collection, as_evidence, incidents
 from needlework.probes.bench.trial import Stopped
 from needlework.probes.cli import confirm_in_terminal, constants
 from needlework.serving import settings as about
@@ -27,15 +27,31 @@ ROOM_FOR_ANSWER = 128  # tokens of the window that question and answer need besi
 def main(argv: list[str]) -> int:
     """Print what each instrument found and the diagnosis; 0 when it is healthy, 1 when not, 2 on a user error."""
     options = _parser().parse_args(argv)
+    collected = as_evidence(Collection.read(options.evidence)) if options.evidence else {}
     if Path(options.what).exists():
         trials, known = _recorded(Path(options.what))
         for limit in _limits(trials):
             print(f"note: {limit}", file=sys.stderr)
-        found = analysis.diagnose(trials, {"config": {**known, **options.constants}})
+        found = analysis.diagnose(trials, _inside(collected, {**known, **options.constants}))
     else:
-        found = _measure(options)
+        found = _measure(options, collected)
     print(found)
+    for line in _said(collected, found.causes):
+        print(line)
     return 0 if found.verdict == "healthy" else 1
+
+
+def _inside(collected: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """Evidence from inside: what was collected, and the sizes that somebody told."""
+    return {"logs": collected.get("logs") or None, "config": {**collected.get("config", {}), **config}}
+
+
+def _said(collected: dict[str, Any], causes: tuple[str, ...]) -> list[str]:
+    """What the collection names for the causes, with the file, unit or flag; for no cause the most telling of all."""
+    by_class = collected.get("findings", {})
+    codes = [code for code in causes if code in by_class] or list(by_class)
+    lines = dict.fromkeys(sentence for code in codes for sentence in by_class[code])
+    return [f"Collected: {line}." for line in list(lines)[:4]]
 
 
 def _recorded(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -76,7 +92,7 @@ def _limits(trials: pd.DataFrame) -> list[str]:
     ]
 
 
-def _measure(options: argparse.Namespace) -> Diagnosis:
+def _measure(options: argparse.Namespace, collected: dict[str, Any]) -> Diagnosis:
     if options.run is None:
         table = (
             f"; to diagnose a table, name a file or a run folder that exists (there is no {options.what[:60]!r} here)"
@@ -110,7 +126,7 @@ def _measure(options: argparse.Namespace) -> Diagnosis:
         with probes.Journal(options.run) as journal:  # the folder can then be diagnosed again without the deployment
             journal.note(**{CONSTANTS: config})
     print(f"{target.describe()}\n{stated}\n\n{measured}\n")
-    return analysis.diagnose(measured.trials, {"config": config})
+    return analysis.diagnose(measured.trials, _inside(collected, config))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -125,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a table (CSV, JSON lines, parquet) or a run folder; or a target as in `needlework run --target`: "
         "http://…, or combined=http://…,pd=http://… (the last arm is examined, the others get identical prompts)",
     )
+    parser.add_argument("--evidence", metavar="DIR", help="what `needlework collect` wrote of this deployment")
     parser.add_argument("--run", metavar="DIR", help="folder of the journal; a run that was stopped goes on from it")
     parser.add_argument("--quick", action="store_true", help="a third of the requests: fewer lengths, 16 residues")
     parser.add_argument("--yes", action="store_true", help="send without asking once the budget is shown")
