@@ -46,6 +46,7 @@ LEVEL = re.compile(
     r"|(?:^|[\d\]] )(?P<llama>[EW]) (?:slot|srv|que|res|init|main|llama|common|load|print|sched|ggml)"
     r"|^\[?rank\d+\]?:\[(?P<torch>[EW])|(?P<python>\b[A-Z]\w+(?:Error|Exception)\b[:(]|Traceback \(most recent)"
 )
+_NUMBER, _ID = re.compile(r"\d+"), re.compile(r"\b(?=[0-9a-f-]*\d)[0-9a-f-]{12,}\b")
 REQUEST_LINE = re.compile(
     r"/v1/(?:chat/)?completions|/generate\b|/api/(?:chat|generate)|Prefill batch|prompt eval|"
     r"(?:Added|Finished|Received) request|chatcmpl-|prompt tokens|processing task"
@@ -86,10 +87,28 @@ def categories() -> dict[str, Category]:
     return _words()[0]
 
 
+def _shape(text: str) -> str:
+    """A line without its numbers and ids, but for what is zero: a log has few shapes, and each is looked at once."""
+    return _NUMBER.sub(lambda match: "0" if match[0].strip("0") == "" else "7", _ID.sub("7", text))
+
+
+@functools.lru_cache(1 << 16)
+def _signed(shape: str) -> tuple[str, ...]:
+    return tuple(name for name, sign in _words()[1].items() if sign.search(shape))
+
+
+@functools.lru_cache(1 << 16)
+def _named(shape: str) -> tuple[str, ...]:
+    """The categories of a line of this shape."""
+    if NO_EVENT.search(shape):
+        return ()
+    shape = NEGATED.sub("", shape)
+    return tuple(name for name, category in categories().items() if category.words.search(shape))
+
+
 def engines_of(messages: Iterable[str]) -> tuple[str, ...]:
     """The engines whose signs stand in log lines, the most frequent first."""
-    signs = _words()[1]
-    seen = Counter(name for text in messages for name, sign in signs.items() if sign.search(text))
+    seen = Counter(name for text in messages for name in _signed(_shape(text)))
     return tuple(sorted(seen, key=lambda name: (name == "server", -seen[name])))  # what any engine writes comes last
 
 
@@ -218,7 +237,7 @@ def scan(log: pd.DataFrame) -> pd.DataFrame:
     messages = log["message"].tolist()
     hits: dict[str, list[int]] = {name: [] for name in [*categories(), "other error", "other warning"]}
     for number, (text, level) in enumerate(zip(messages, log["level"], strict=True)):
-        named = _named(text)
+        named = _named(_shape(text))
         for name in named:
             hits[name].append(number)
         if level and not any(not categories()[name].topic for name in named):
@@ -233,13 +252,6 @@ def scan(log: pd.DataFrame) -> pd.DataFrame:
                      len({found for n in numbers for found in ids_in(messages[n])}), example))  # fmt: skip
     columns = ["category", "count", "errors", "warnings", "first", "last", "requests", "example"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def _named(text: str) -> list[str]:
-    if NO_EVENT.search(text):
-        return []
-    text = NEGATED.sub("", text)
-    return [name for name, category in categories().items() if category.words.search(text)]
 
 
 def ids_in(text: str) -> Iterator[str]:
