@@ -274,7 +274,7 @@ def test_the_verdict_names_the_setting_that_the_collection_found(tmp_path, capsy
     wrong_window(tmp_path).write(tmp_path / "collected")
     rows = ["target_tokens,prompt_tokens,depth,outcome"]
     for n in range(120):
-        length, depth = (500, 1000, 1500, 1900, 2500, 4000, 7000)[n % 7], (n % 10) / 10
+        length, depth = (500, 1000, 1500, 1900, 2500, 4000, 7000)[n % 7], round((n * 37 % 101) / 101, 3)
         rows.append(
             f"{length},{min(length, 2048)},{depth},{'exact' if length < 2048 or depth > 1 - 2048 / length else 'refusal'}"
         )
