@@ -261,6 +261,8 @@ def _judged(frame: pd.DataFrame, name: str, notes: list[str]) -> pd.DataFrame:
         raise ValueError(f"{name} has the columns {', '.join(map(str, frame.columns[:12]))}; {tables.WRITE}")
     if both:
         wrong = hits(frame) == 0 if told else pd.Series(True, index=frame.index)
+        if "outcome" in told:  # a kind of miss is our own grade, which has looked
+            wrong &= ~frame["outcome"].isin(OUTCOMES)
         ours = tables.graded(zip(frame["expected"][wrong], frame["answer"][wrong], strict=True))
         kinds = pd.Series([kind for kind, _ in ours], index=frame.index[wrong], dtype="object").reindex(frame.index)
         if not told:

@@ -43,13 +43,19 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument(
                 "--tolerance", type=float, default=0.0, help="accepted difference, part of the largest value"
             )
+        sub.add_argument(
+            "--limit-mib",
+            type=int,
+            default=128,
+            help="largest file that is read (default 128; memory takes 12 times as much)",
+        )
         sub.add_argument("--csv", action="store_true", help="print comma-separated values")
     return parser
 
 
 def _load(path: str, args: argparse.Namespace) -> list[Dump]:
     out = []
-    for dump in read(path):
+    for dump in read(path, args.limit_mib << 20):
         layout = args.layout or dump.layout
         if layout is None:
             best = identify(dump.raw, args.page_tokens).iloc[0]
@@ -89,7 +95,7 @@ def main(argv: list[str]) -> int:
         return int(found)
     for path in args.file:
         if args.verb == "identify":
-            for dump in read(path):
+            for dump in read(path, args.limit_mib << 20):
                 table = identify(dump.raw, args.page_tokens)
                 print(f"{path}: {table['layout'].iloc[0]}" if not args.csv else "", end="" if args.csv else "\n")
                 _print(table.head(5), args.csv)

@@ -17,6 +17,11 @@ each tensor; `.npy` and `.npz` arrays are read as unlabelled bytes.
   scheduler's `kv_cache_manager.get_block_ids(request_id)`, one list for each cache group. vLLM pads a page to the
   stride of its group (8,448 bytes to 8,640): save whole strides and put `stride` in the sidecar.
 
+  Its SharedStorageConnector (distributed/kv_transfer/kv_connector/v1/shared_storage_connector.py) writes
+  `<layer name>.safetensors` with the tensor kv_cache, a row for each slot of the prompt: read as it is.
+
+Ranks of tensor parallelism hold the same latent pages each: one dump stands for all; `compare` shows whether it does.
+
 A tensor becomes a dump with `Dump(buffer[page_ids].cpu().view(torch.uint8).flatten(1), layout, …)` and `write_dump`.
 """
 
@@ -25,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import zipfile
 from collections import Counter
@@ -41,7 +47,6 @@ from .layouts import Layout, layout_of
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON that describe a dump; a real one is a few kilobytes
 SIZE_LIMIT = 1 << 30  # bytes; the pages of one request and layer are a tenth of it at a million tokens
-ARCHIVE_LIMIT = 1 << 29  # bytes that the arrays of one .npz may unpack to, all together: they lie in memory at once
 COUNT_LIMIT = 1000  # tensors or arrays of one file
 TEXT_LIMIT = 200
 PAGE_HEX, ENTRY_HEX = 16, 4  # hex digits of a page's digest, and of each entry's (`digests`)
@@ -167,8 +172,8 @@ def write_dump(path: str | Path, dump: Dump) -> Path:
 def read(path: str | Path, limit_bytes: int = SIZE_LIMIT) -> list[Dump]:
     """The dumps in a file: `.bin` (with or without its `.json`), `.safetensors`, `.npy`, `.npz`.
 
-    Raw bytes are mapped, not read. Raises ValueError, with expected and found sizes, for anything that does not fit or
-    has more than `limit_bytes`; FileNotFoundError.
+    Raises ValueError, with expected and found sizes, for anything that does not fit or has more than `limit_bytes`, as
+    stored or unpacked; FileNotFoundError.
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -184,14 +189,14 @@ def read(path: str | Path, limit_bytes: int = SIZE_LIMIT) -> list[Dump]:
         case ".safetensors":
             return _read_safetensors(path, size)
         case ".npy" | ".npz":
-            return _read_numpy(path, size)
+            return _read_numpy(path, size, limit_bytes)
     side = path.with_suffix(".json")
     label: Mapping[str, Any] = {}
     if side.exists():
         if _size(side) > HEADER_LIMIT:
             raise ValueError(f"{side.name}: a description of more than {HEADER_LIMIT:,} bytes is not a page dump's")
         label = _json(side.read_bytes(), side.name)
-    return [_labelled(torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c")), label, path.name)]
+    return [_labelled(torch.from_numpy(np.fromfile(path, dtype=np.uint8)), label, path.name)]
 
 
 def _size(path: Path) -> int:
@@ -297,30 +302,33 @@ def _read_safetensors(path: Path, size: int) -> list[Dump]:
         raise ValueError(f"{path.name} holds no tensor")
     out = []
     for name, tensor in tensors.items():
-        label = (
-            _json(str(labels[name]).encode(errors="replace"), _inside(path, name)) if name in labels else {"pool": name}
-        )
+        label: Mapping[str, Any] = {"pool": name}
+        if name in labels:
+            label = _json(str(labels[name]).encode(errors="replace"), _inside(path, name))
+        elif set(tensors) == {"kv_cache"}:  # vLLM's connector: one file a layer, which is named after it
+            number = re.search(r"\blayers?\.(\d{1,4})\b", path.stem)
+            label = {"pool": path.stem, "layer": int(number[1]) if number else 0}
         out.append(_labelled(tensor.contiguous().flatten().view(torch.uint8), label, _inside(path, name)))
     return out
 
 
-def _read_numpy(path: Path, size: int) -> list[Dump]:
+def _read_numpy(path: Path, size: int, limit_bytes: int) -> list[Dump]:
     """Arrays of a .npy or .npz; the header's shape is held against the file's size before anything is allocated."""
     out = []
     try:
         if path.suffix == ".npy":
             with open(path, "rb") as file:
                 _check_numpy_header(file, size, path.name)
-            arrays = {path.stem: np.load(path, mmap_mode="c", allow_pickle=False)}
+            arrays = {path.stem: np.load(path, allow_pickle=False)}
         else:
             arrays = {}
             with zipfile.ZipFile(path) as archive:
                 items = archive.infolist()
                 whole = sum(item.file_size for item in items)
-                if whole > ARCHIVE_LIMIT or len(items) > COUNT_LIMIT:
+                if whole > limit_bytes or len(items) > COUNT_LIMIT:
                     raise ValueError(
                         f"its {len(items):,} arrays claim {whole:,} bytes, at most {COUNT_LIMIT:,} arrays and "
-                        f"{ARCHIVE_LIMIT:,} bytes are unpacked; save each as .npy"
+                        f"{limit_bytes:,} bytes are unpacked; save each as .npy"
                     )
                 for item in items:
                     # deflate packs at most 1,032 to 1

@@ -145,7 +145,8 @@ def _parts(rows, settled, raw, layout, page_tokens, live, facts: Marks, **_) -> 
     for item in layout.fields:
         if item.format != "raw":
             address[item.address(page_tokens)] = torch.arange(page_tokens)[:, None]
-    for page in (~settled).nonzero().flatten().tolist():
+    hollow = (facts.zeros * live).sum(-1) >= live.sum(-1) * facts.entry_bytes // 8  # few pages need a closer look
+    for page in (~settled & hollow).nonzero().flatten().tolist():
         wanted = (address >= 0) & live[page][address.clamp(min=0)]
         filled = (raw[page][wanted] != 0).nonzero().flatten()
         total = int(wanted.sum())
@@ -277,7 +278,9 @@ def _rounded(rows, settled, raw, layout: Layout, page_tokens, live, facts: Marks
     suspect = cut.flatten(1).sum(-1) >= 0.9 * count.clamp(min=1)
     # repeated text counts once
     least = 12 if layout["codes"].format == "e2m1" else 6
-    suspect &= torch.tensor([len(sizes[where].unique()) >= least for sizes, where in zip(size, cut, strict=True)])
+    for page in (suspect & (count >= least)).nonzero().flatten().tolist():
+        suspect[page] = len(size[page][cut[page]].unique()) >= least
+    suspect &= count >= least
     plain = usable & ~suspect[:, None, None]
     own = plain & (scale.view(torch.int32) & 0x7FFFFF == 0)
     # keys of one size may reach the largest code together, but then under one scale
@@ -442,7 +445,7 @@ def _changed(page: Tensor, layout: Layout, page_tokens: int, live: Tensor, recor
 
 @dataclass(frozen=True)
 class Marks:
-    """Facts about a pool; bool but for two. Group marks are [pages, P, groups], entry marks [pages, P]."""
+    """Facts about a pool; bool unless said. Group marks are [pages, P, groups], entry marks [pages, P]."""
 
     scale: Tensor  # float32 [pages, P, groups]: decoded scales
     zero: Tensor  # scale bytes are zero (an exponent byte of 0 counts: no writer stores it)
@@ -458,6 +461,8 @@ class Marks:
     misfit: Tensor  # the codes do not reach the range that a writer's scale gives
     empty: Tensor  # entry: all bytes zero
     poison: Tensor  # entry: every byte, scales too, repeats one non-zero 4-byte word
+    zeros: Tensor  # entry, int: how many of its bytes are zero
+    entry_bytes: int
 
     @property
     def lawful(self) -> Tensor:
@@ -495,7 +500,8 @@ def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = No
     everything = layout.entry_bytes(raw, page_tokens)
     words = everything.view(*everything.shape[:2], -1)
     words = words[..., : words.shape[-1] // 4 * 4].contiguous().view(torch.int32)
-    empty = everything.amax(-1) == 0
+    zeros = (everything == 0).sum(-1)
+    empty = zeros == everything.shape[-1]
     poison = (words == words[..., :1]).all(-1) & ~empty
 
     zero = stored == 0
@@ -540,7 +546,8 @@ def marks(raw: Tensor, layout: Layout, page_tokens: int, writer: str | None = No
     zero_allowed = silent & ~empty[..., None] if not floor else torch.zeros_like(zero)
     zero = zero & ~zero_allowed
     full = (size == top).sum(-1)
-    return Marks(scale, zero, negative, denormal, absurd, below, uneven, nan, silent, free, full, misfit, empty, poison)
+    return Marks(scale, zero, negative, denormal, absurd, below, uneven, nan, silent, free, full, misfit, empty, poison,
+                 zeros, everything.shape[-1])  # fmt: skip
 
 
 # ---- codes and scales that do not belong together --------------------------------------------------------------------
