@@ -1,6 +1,7 @@
 """Each planted law comes first, with its parameters; healthy deployments stay healthy."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -65,3 +66,16 @@ def test_ten_thousand_rows_take_seconds_at_most():
     fit = laws.fit(c)
     assert time.process_time() - begin < 3
     assert fit.laws[0].name == "length"
+
+
+def test_the_example_that_docs_follow_with_a_pencil():
+    t = asked(10).assign(prompt_tokens=np.arange(1000, 11000, 1000), outcome=["exact"] * 4 + ["garbage"] * 6)
+    c = laws.conditions(t[["prompt_tokens", "outcome"]])
+    rows = laws.Rows.of(c)
+    assert np.exp(laws._calm(rows["kind"])) == pytest.approx(7.2e-9, rel=0.01)
+    found = {(h.family, h.hard): np.exp(h.evidence) for h in laws._hypotheses(rows) if h.name == h.family}
+    assert found["length", True] == pytest.approx(0.060, abs=5e-4)
+    assert found["any", False] == pytest.approx(4.1e-4, rel=0.01)
+    assert laws.fit(c).shares["length"] == pytest.approx(0.94, abs=0.01)
+    page = (Path(__file__).parents[2] / "docs" / "verdict.md").read_text(encoding="utf-8")
+    assert all(word in page for word in ("7.2 · 10⁻⁹", "**0.060**", "4.1 · 10⁻⁴", "94 %"))
