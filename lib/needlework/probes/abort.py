@@ -7,17 +7,19 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from needlework.serving import Endpoint, TransportError, gauges
 from needlework.serving.replies import Unfinished
 
-from .bench.bench import Bench, Common, finish, instrument
+from .bench.bench import Bench, Common, Options, finish, instrument
 from .bench.budget import check_trials
 from .bench.prompts import PromptSpec
-from .bench.result import Result, outcomes, share
+from .bench.result import Result, foreign, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # share of the expected time to first token at which the request is dropped; decode waits for the first token
 STAGES = {"queued": 0.0, "prefill": 0.4, "transfer": 0.95, "decode": None}
@@ -38,7 +40,7 @@ def abort(
     length: int = 4096,
     depth: float = 0.3,
     how: str = "disconnect",
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Abort own requests at each stage, `rounds` times, and check what others and later requests see.
 
@@ -50,6 +52,7 @@ def abort(
     overwritten). `.table` has one row a stage and role; `.details` holds `dishonest` (aborted answers that claim
     another finish reason) and `stuck` (rounds after which the running-requests gauge did not return; None without one).
     """
+    common = Common(**options)
     for stage in stages:
         if stage not in STAGES:
             raise ValueError(f"unknown stage {stage!r}; choose from {', '.join(STAGES)}")
@@ -202,29 +205,17 @@ def _describe(rows: list[Row], details: dict[str, Any]) -> tuple[str, str]:
     text = f"After {details['aborted']} aborts: bystanders {share(by['bystander'])}; the aborted prompt asked again "
     text += f"{share(by['followup'])}; fresh prompts afterwards {share(by['after'])}."
     bad = any(surprising(*outcomes(r), tests=3) for r in by.values())
-    foreign = [r for r in judged if str(r.get("answered_from") or "").startswith("trial:")]
-    if foreign:
-        text += f" {len(foreign)} answers hold the value of another request."
+    mixed = foreign(judged)
+    if mixed:
+        text += f" {mixed} answers hold the value of another request."
     if details["dishonest"]:
         text += f" {len(details['dishonest'])} aborted answers claim to have ended by {details['dishonest'][0]!r}."
     if details["stuck"]:
         text += f" After {details['stuck']} aborts the running-requests gauge did not come back."
-    finding = bad or foreign or details["dishonest"] or details["stuck"]
+    finding = bad or mixed or details["dishonest"] or details["stuck"]
     return text, "finding" if finding else "healthy"
 
 
-def _table(rows: list[Row]) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
-    cells: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        role, stage, _ = row["label"].split("/")
-        cells.setdefault((stage, role), []).append(row)
-    out = []
-    for (stage, role), members in cells.items():
-        hits, measured = outcomes(members)
-        low, high = wilson(hits, measured)
-        out.append({"stage": stage, "role": role, "hits": hits, "measured": measured, "low": low, "high": high})
-    return pd.DataFrame(out, columns=["stage", "role", "hits", "measured", "low", "high"])
+def _table(rows: list[Row]) -> pd.DataFrame:
+    names = {"stage": lambda row: row["label"].split("/")[1], "role": lambda row: row["label"].split("/")[0]}
+    return tally(rows, names, ordered=False)

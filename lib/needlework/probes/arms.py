@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, again_at_most, control_asks, finish, instrument, run_controls
+from .bench.bench import Common, Options, again_at_most, control_asks, finish, instrument, run_controls
 from .bench.budget import check_trials
 from .bench.journal import Journal
 from .bench.prompts import PromptSpec
-from .bench.result import Result, hit, outcomes, share
+from .bench.result import Result, discordant, hit, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, resolve, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CACHES = ("cold", "warm")
 FOUND = 0.02  # p-value of discordant pairs that is a finding
@@ -32,7 +34,7 @@ def compare_arms(
     cache: Sequence[str] = ("cold",),
     tolerance: int = 0,
     stop_early: bool = False,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Send the same bytes to both arms and compare answer by answer.
 
@@ -45,6 +47,7 @@ def compare_arms(
     `.table` has one row a length and cache state; `.details` holds `aa` (flips among A/A pairs), `p_value` (exact
     McNemar), `e_value`, `discordant` = (only first hit, only second hit) and `pairs`.
     """
+    common = Common(**options)
     if len(arms) != 2:
         raise ValueError("compare_arms needs exactly two arms")
     if not set(cache) <= set(CACHES) or not cache:
@@ -93,11 +96,11 @@ def compare_arms(
                 order = names if i % 4 in (0, 3) else names[::-1]  # ABBA
                 got = {name: benches[name].ask(asks_of(name, spec)) for name in order}
                 pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
-                if stop_early and _paired(pairs)["e_value"] >= 20:
+                if stop_early and discordant(pairs)["e_value"] >= 20:
                     break
         if failed:
             second.warn(failed)
-        details = {**_paired(pairs), "aa": _flips(journal, aa), "pairs": len(pairs), "budget": first.budget}
+        details = {**discordant(pairs), "aa": _flips(journal, aa), "pairs": len(pairs), "budget": first.budget}
         sentence, verdict = _describe(names, pairs, details, failed)
         for spec_warning in _cache_proof([r for p in pairs for r in p]):
             first.warn(spec_warning)
@@ -110,23 +113,6 @@ def compare_arms(
         first.close()
         if recorded is None:
             journal.close()
-
-
-def _paired(pairs: Sequence[tuple[Row, ...]]) -> dict[str, Any]:
-    """Discordant pairs and both tests; a pair in which either side measured nothing is left out."""
-    from needlework.analysis.paired import e_value, mcnemar
-
-    hits = [(hit(a), hit(b)) for a, b in pairs]
-    only_first = sum(1 for a, b in hits if a == 1 and b == 0)
-    only_second = sum(1 for a, b in hits if a == 0 and b == 1)
-    return {
-        "discordant": (only_first, only_second),
-        "both": sum(a == b == 1 for a, b in hits),
-        "neither": sum(a == b == 0 for a, b in hits),
-        "p_value": mcnemar(only_first, only_second),
-        "e_value": e_value(only_first, only_second),
-        "measured_pairs": sum(1 for a, b in hits if a == a and b == b),
-    }
 
 
 def _flips(journal: Journal, aa: list[list[Ask]]) -> tuple[int, int]:
@@ -175,23 +161,13 @@ def _describe(names: list[str], pairs: list, details: dict[str, Any], failed: st
     return text + noise, "healthy" if apart <= ALIKE and whole else "not proven"
 
 
-def _table(names: list[str], pairs: list) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
-    cells: dict[tuple, list] = {}
-    for pair in pairs:
-        cells.setdefault((pair[0]["target_tokens"], pair[0]["wanted_cache"]), []).append(pair)
-    out = []
-    for (length, state), members in sorted(cells.items()):
-        entry: dict[str, Any] = {"target_tokens": length, "cache": state, "pairs": len(members)}
-        for k, name in enumerate(names):
-            hits, measured = outcomes([m[k] for m in members])
-            low, high = wilson(hits, measured)
-            entry |= {f"{name} hits": hits, f"{name} low": low, f"{name} high": high}
-        out.append(entry)
-    return pd.DataFrame(out)
+def _table(names: list[str], pairs: list) -> pd.DataFrame:
+    by = ["target_tokens", "wanted_cache"]
+    whole = tally([p[0] for p in pairs], by, {"pairs": len})[[*by, "pairs"]]
+    for k, name in enumerate(names):
+        side = tally([p[0] | {"outcome": p[k]["outcome"]} for p in pairs], by)
+        whole = whole.assign(**{f"{name} {column}": side[column] for column in ("hits", "low", "high")})
+    return whole.rename(columns={"wanted_cache": "cache"})
 
 
 def _cache_proof(rows: list[Row]) -> list[str]:

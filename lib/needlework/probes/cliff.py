@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
 from .bench.prompts import digest
-from .bench.result import Result, hit, outcomes, share
+from .bench.result import Result, hit, outcomes, share, surprising
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
 
 LADDER = 8  # coarse lengths asked first: they show the gross shape
 BETWEEN, NARROW = 16, 1.12  # lengths asked between them where nothing falls, down to gaps of this ratio
@@ -53,7 +52,7 @@ def find_cliff(
     max_requests: int = 60,
     max_tokens: int = 48,
     thinking: bool = False,
-    common: Common,
+    **options: Unpack[Options],
 ) -> CliffResult:
     """Find the length at which a planted fact stops being found, to `tolerance`, then to the token if it is a step.
 
@@ -70,6 +69,7 @@ def find_cliff(
     Deterministic for a seed and the outcomes, so a resumed or recorded run asks the same questions. Raises ValueError
     for a bad range, RuntimeError when the endpoint does not answer.
     """
+    common = Common(**options)
     seed = common.seed
     if depth is None and from_end is None:
         from_end = FROM_END

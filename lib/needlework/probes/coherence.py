@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from needlework.serving import Endpoint
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
 from .bench.prompts import Messages, Prompt
-from .bench.result import Result, outcomes, share
+from .bench.result import Result, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 REPETITIVE_RATIO = 4.0  # text that compresses better than this is a loop
 CREATE = "Continue these notes in the same style with four more lines."
@@ -41,13 +44,14 @@ def coherence(
     repeats: int = 3,
     depth: float = 0.2,
     max_tokens: int = 120,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """On the same notes, ask for free text and for the fact: how repetitive is the text, and is the fact still known?
 
     `.table` has one row a length: gzip ratio and repetition of the text (medians), share of loops, and recall with its
     interval. A deployment can be perfectly coherent and remember nothing: only the last columns tell.
     """
+    common = Common(**options)
     check_trials(2 * len(lengths) * repeats)
     specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
     texts = [Ask("coherence", s, arm=common.arm, label="text", max_tokens=max_tokens) for s in specs]
@@ -76,24 +80,21 @@ async def _free_text(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Mess
     }
 
 
-def _coherence_table(written: list[Row], rows: list[Row]) -> Any:
+def _coherence_table(written: list[Row], rows: list[Row]) -> pd.DataFrame:
     import statistics
 
-    import pandas as pd
+    def texts(group: list[Row]) -> list[str]:
+        length = group[0]["target_tokens"]
+        return [r.get("answer") or "" for r in written if r["target_tokens"] == length and r["outcome"] != "transport"]
 
-    from needlework.analysis.intervals import wilson
+    def middle(of: Callable[[str], float]) -> Callable[[list[Row]], float]:
+        return lambda group: statistics.median([of(t) for t in texts(group)] or [float("nan")])
 
-    out = []
-    for length in sorted({r["target_tokens"] for r in [*written, *rows]}):
-        texts = [r.get("answer") or "" for r in written if r["target_tokens"] == length and r["outcome"] != "transport"]
-        hits, measured = outcomes([r for r in rows if r["target_tokens"] == length])
-        low, high = wilson(hits, measured)
-        ratios = [gzip_ratio(t) for t in texts] or [float("nan")]
-        entry = {"target_tokens": length, "gzip_ratio": statistics.median(ratios)}
-        entry |= {"repetition": statistics.median([repetition(t) for t in texts] or [float("nan")])}
-        entry |= {"loops": sum(r > REPETITIVE_RATIO for r in ratios), "texts": len(texts)}
-        out.append(entry | {"hits": hits, "measured": measured, "low": low, "high": high})
-    return pd.DataFrame(out)
+    return tally(rows, ("target_tokens",), {
+        "gzip_ratio": middle(gzip_ratio), "repetition": middle(repetition),
+        "loops": lambda group: sum(gzip_ratio(t) > REPETITIVE_RATIO for t in texts(group)),
+        "texts": lambda group: len(texts(group)),
+    })  # fmt: skip
 
 
 def _describe(table: Any, written: list[Row], rows: list[Row]) -> tuple[str, str]:
@@ -103,8 +104,6 @@ def _describe(table: Any, written: list[Row], rows: list[Row]) -> tuple[str, str
     worst = float(table["gzip_ratio"].max())
     text = f"{loops} of {texts} texts are loops (gzip ratio at most {worst:.1f} in the median); "
     text += f"the fact on the same notes: {share(rows)}."
-    from .recall import surprising
-
     lost = any(
         surprising(*outcomes([r for r in rows if r["target_tokens"] == n]), tests=len(table))
         for n in table["target_tokens"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
-from .bench.result import Result, hit, outcomes
+from .bench.result import Result, hit, outcomes, tally
 from .bench.trial import Ask, Row, Target, with_seed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @instrument()
@@ -20,13 +23,14 @@ def drift(
     between: int = 0,
     length: int = 1024,
     depth: float = 0.3,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Ask the same kind of question again and again, with `between` other requests between canaries; CUSUM on the hits.
 
     Each canary is fresh text of equal length, so a fall is not a matter of length or cache. `.details["drift"]` is the
     CUSUM's answer; the alarm threshold rings falsely about once in 3,700 canaries.
     """
+    common = Common(**options)
     from needlework.analysis.drift import drift as judge
 
     if canaries < 8 or between < 0:
@@ -59,17 +63,12 @@ def drift(
         )
 
 
-def _drift_table(rows: list[Row], blocks: int = 6) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
+def _drift_table(rows: list[Row], blocks: int = 6) -> pd.DataFrame:
     size = max(1, -(-len(rows) // blocks))
-    out = []
-    for start in range(0, len(rows), size):
-        part = rows[start : start + size]
-        hits, measured = outcomes(part)
-        low, high = wilson(hits, measured)
-        first, last = part[0]["ordinal"], part[-1]["ordinal"]
-        out.append({"requests": f"{first} to {last}", "hits": hits, "measured": measured, "low": low, "high": high})
-    return pd.DataFrame(out, columns=["requests", "hits", "measured", "low", "high"])
+    parts = {id(row): rows[i - i % size : i - i % size + size] for i, row in enumerate(rows)}
+
+    def block(row: Row) -> str:
+        part = parts[id(row)]
+        return f"{part[0]['ordinal']} to {part[-1]['ordinal']}"
+
+    return tally(rows, {"requests": block}, ordered=False)

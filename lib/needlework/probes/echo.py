@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
-from .bench.result import Result, hit, outcomes, share
+from .bench.result import Result, discordant, foreign, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @instrument()
@@ -21,7 +23,7 @@ def echo(
     concurrency: int = 8,
     trials: int = 32,
     lengths: Sequence[int] = (512, 1024, 2048),
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Ask `trials` known answers with `concurrency` in flight, and the same prompts one at a time; compare by pair.
 
@@ -29,6 +31,7 @@ def echo(
     alone hit, only in the crowd hit), `p_value`, and `foreign`: answers that hold another request's value, which no
     numerical noise can produce.
     """
+    common = Common(**options)
     if concurrency < 2 or trials < concurrency:
         raise ValueError("echo needs a concurrency of at least 2 and at least as many trials")
     check_trials(2 * trials)
@@ -49,24 +52,10 @@ def echo(
                 else:
                     single, many = bench.ask(alone[part]), bench.ask(crowd[part], concurrency=concurrency)
                 pairs += list(zip(single, many, strict=True))
-        details = _crowding(pairs) | {"concurrency": concurrency}
+        details = discordant(pairs) | {"foreign": foreign([r for p in pairs for r in p])} | {"concurrency": concurrency}
         sentence, verdict = _describe_echo(pairs, details)
         rows = [r for p in pairs for r in p]
         return finish(bench, rows, sentence=sentence, verdict=verdict, table=_echo_table(pairs), details=details)
-
-
-def _crowding(pairs: list[tuple[Row, Row]]) -> dict[str, Any]:
-    from needlework.analysis.paired import mcnemar
-
-    hits = [(hit(s), hit(m)) for s, m in pairs]
-    only_alone = sum(a == 1 and b == 0 for a, b in hits)
-    only_crowd = sum(a == 0 and b == 1 for a, b in hits)
-    foreign = [r for p in pairs for r in p if str(r.get("answered_from") or "").startswith("trial:")]
-    return {
-        "discordant": (only_alone, only_crowd),
-        "p_value": mcnemar(only_alone, only_crowd),
-        "foreign": len(foreign),
-    }
 
 
 def _describe_echo(pairs: list[tuple[Row, Row]], details: dict[str, Any]) -> tuple[str, str]:
@@ -85,15 +74,6 @@ def _describe_echo(pairs: list[tuple[Row, Row]], details: dict[str, Any]) -> tup
     return text, "finding" if details["p_value"] < 0.01 else "not proven"
 
 
-def _echo_table(pairs: list[tuple[Row, Row]]) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
-    out = []
-    for name, rows in (("alone", [s for s, _ in pairs]), ("crowd", [m for _, m in pairs])):
-        hits, measured = outcomes(rows)
-        low, high = wilson(hits, measured)
-        foreign = sum(str(r.get("answered_from") or "").startswith("trial:") for r in rows)
-        out.append({"arm": name, "hits": hits, "measured": measured, "low": low, "high": high, "foreign": foreign})
-    return pd.DataFrame(out, columns=["arm", "hits", "measured", "low", "high", "foreign"])
+def _echo_table(pairs: list[tuple[Row, Row]]) -> pd.DataFrame:
+    rows = [row | {"arm": name} for k, name in enumerate(("alone", "crowd")) for row in (p[k] for p in pairs)]
+    return tally(rows, ("arm",), {"foreign": foreign})

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
 from .bench.result import Result
 from .bench.trial import Ask, Row, Target, with_seed
@@ -19,7 +19,7 @@ def pool(
     *,
     sends: int = 10,
     length: int = 512,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Send one prompt `sends` times and group the answers by what the server says about itself.
 
@@ -27,6 +27,7 @@ def pool(
     sweep over such a pool measures their mixture. `.table` has one row a group. Different texts alone are weak
     evidence (greedy decoding is not deterministic under load) and are only told.
     """
+    common = Common(**options)
     if sends < 2:
         raise ValueError("a pool check needs at least 2 sends")
     check_trials(sends)

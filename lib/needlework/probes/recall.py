@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
-from .bench.result import Result, outcomes, share
+from .bench.result import Result, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 DEPTHS = (0.1, 0.5, 0.9)
@@ -31,7 +34,7 @@ def recall(
     max_tokens: int = 48,
     thinking: bool = False,
     probe: str = "recall",
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Ask for one fact at every length, depth and repeat, each in fresh text; returns hits with Wilson intervals.
 
@@ -40,6 +43,7 @@ def recall(
     length.
     Raises ValueError for bad parameters, RuntimeError when the endpoint does not answer at all.
     """
+    common = Common(**options)
     if not lengths or not depths or repeats < 1:
         raise ValueError("recall needs at least one length, one depth and one repeat")
     check_trials(len(lengths) * len(depths) * repeats)
@@ -91,27 +95,16 @@ def depth_profile(
     return replace(result, table=table, sentence=sentence)
 
 
-def by_length(rows: list[Row], *more: str):
-    """Hits with Wilson intervals by target length (and more columns), with the realised lengths' range."""
-    import pandas as pd
+def by_length(rows: list[Row], *more: str) -> pd.DataFrame:
+    """Hits with Wilson intervals by target length (and more columns), with the mean of the realised lengths."""
+    return tally(rows, ("target_tokens", *more), {
+        "prompt_tokens": lambda group: _mean([r["prompt_tokens"] for r in group if r.get("prompt_tokens")]),
+        "not_measured": lambda group: len(group) - outcomes(group)[1],
+    })  # fmt: skip
 
-    from needlework.analysis.intervals import wilson
 
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["target_tokens"], *(row[m] for m in more)), []).append(row)
-    out = []
-    for key in sorted(groups):
-        members = groups[key]
-        hits, measured = outcomes(members)
-        low, high = wilson(hits, measured)
-        realised = [r["prompt_tokens"] for r in members if r.get("prompt_tokens")]
-        entry = {"target_tokens": key[0], **dict(zip(more, key[1:], strict=True))}
-        entry |= {"prompt_tokens": round(sum(realised) / len(realised)) if realised else None}
-        entry |= {"hits": hits, "measured": measured, "low": low, "high": high, "not_measured": len(members) - measured}
-        out.append(entry)
-    columns = ["target_tokens", *more, "prompt_tokens", "hits", "measured", "low", "high", "not_measured"]
-    return pd.DataFrame(out, columns=columns)
+def _mean(counts: list[int]) -> int | None:
+    return round(sum(counts) / len(counts)) if counts else None
 
 
 def describe(rows: list[Row]) -> tuple[str, str]:
@@ -151,13 +144,6 @@ def describe(rows: list[Row]) -> tuple[str, str]:
         f"{n} {k.replace('_', ' ')}" for k, n in sorted(kinds.items(), key=lambda i: -i[1])
     )
     return (text if text.startswith("Recall") else f"Recall {text}") + ".", "finding"
-
-
-def surprising(hits: int, measured: int, *, lapse: float = 0.02, tests: int = 1) -> bool:
-    """Are there more misses than stray ones at a rate of `lapse`? One-sided binomial test at 1 % over `tests`."""
-    from scipy.stats import binom
-
-    return bool(measured and binom.sf(measured - hits - 1, measured, lapse) < 0.01 / tests)
 
 
 def _listed(lengths: list[int]) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
-from .bench.result import Result, outcomes, share
+from .bench.result import Result, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FILL_LENGTH = 4000  # tokens of a prompt that only pushes others out
 
@@ -23,7 +25,7 @@ def reload(
     prompts: int = 8,
     length: int = 1024,
     depth: float = 0.3,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Ask `prompts` facts cold and again (a device hit), then push them out with fresh prompts, then ask once more.
 
@@ -32,6 +34,7 @@ def reload(
     A prompt counts as reloaded only when the last send reports cached tokens; without a slower tier it is cold again,
     and nothing is said. `.details` holds `reloaded` (how many were).
     """
+    common = Common(**options)
     if fill_tokens < 1 or prompts < 1:
         raise ValueError("reload needs at least one prompt and a number of tokens that fill the device's pool")
     check_trials(3 * prompts + fill_tokens // FILL_LENGTH)
@@ -63,17 +66,11 @@ def reload(
         )
 
 
-def _table(rows: list[Row]) -> Any:
-    """One row a state: hits of measured, and how many had cached tokens."""
-    import pandas as pd
-
-    out = []
-    for label in ("first", "device", "reload"):
-        members = [r for r in rows if r["label"] == label]
-        hits, measured = outcomes(members)
-        cached = sum(bool(r["cached_tokens"]) for r in members)
-        out.append({"state": label, "hits": hits, "measured": measured, "with cached tokens": cached})
-    return pd.DataFrame(out)
+def _table(rows: list[Row]) -> pd.DataFrame:
+    """One row a state, and how many prompts had cached tokens."""
+    asked = [r for r in rows if r["label"] in ("first", "device", "reload")]
+    more = {"with cached tokens": lambda group: sum(bool(r["cached_tokens"]) for r in group)}
+    return tally(asked, {"state": lambda row: row["label"]}, more, ordered=False)
 
 
 def _describe(held: list[Row], came: list[Row]) -> tuple[str, str]:

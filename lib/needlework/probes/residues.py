@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from needlework.analysis.comb import Comb, ResidueScan
 
-from .bench.bench import Bench, Common, finish, instrument
+from .bench.bench import Bench, Common, Options, finish, instrument
 from .bench.prompts import PromptSpec
 from .bench.result import Result, hit, share
 from .bench.trial import Ask, Row, Target, with_seed
@@ -37,7 +37,7 @@ def scan_residues(
     distance: int = 200,
     batch: int = 4,
     max_tokens: int = 48,
-    common: Common,
+    **options: Unpack[Options],
 ) -> ResidueResult:
     """Ask a whole period of consecutive lengths from `start` on, then each suspect class again at fresh lengths.
 
@@ -48,6 +48,7 @@ def scan_residues(
 
     Lengths must be exact to the token: an endpoint without a tokenise route is refused with ValueError.
     """
+    common = Common(**options)
     if not set(anchors) <= set(ANCHORS) or not anchors:
         raise ValueError("anchors are start, end, or both")
     if not set(cache) <= set(CACHES) or "cold" not in cache:

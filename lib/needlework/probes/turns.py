@@ -14,16 +14,18 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from needlework.serving import Endpoint, TransportError
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
 from .bench.prompts import Messages, Prompt
-from .bench.result import Result, outcomes, share
+from .bench.result import Result, least_cached, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SHAPES = ("tell_ask", "tell_talk_ask", "interrupted")
 MODES = ("continue", "resend")
@@ -42,7 +44,7 @@ def turns(
     length: int = 2048,
     depth: float = 0.3,
     repeats: int = 2,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Tell a fact in the first turn and ask for it later, in each shape, continued and re-sent; grades the last answer.
 
@@ -50,6 +52,7 @@ def turns(
     is sent when the one before was answered, so the server may use its prefix cache; re-sent means the same messages
     once more under a salt (where none is honoured, with a new first line). `.table` has one row a shape and mode.
     """
+    common = Common(**options)
     for shape in shapes:
         if shape not in SHAPES:
             raise ValueError(f"unknown shape {shape!r}; choose from {', '.join(SHAPES)}")
@@ -163,28 +166,9 @@ async def _cut_off(endpoint: Endpoint, messages: Messages) -> str:
     return "<!DOCTYPE html>"
 
 
-def _table(by: dict[str, list[Row]]) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
-    out = []
-    for label, rows in by.items():
-        hits, measured = outcomes(rows)
-        shape, mode = label.split("/")
-        cached = [r["cached_tokens"] for r in rows if r.get("cached_tokens") is not None]
-        out.append(
-            {
-                "shape": shape,
-                "mode": mode,
-                "hits": hits,
-                "measured": measured,
-                "low": wilson(hits, measured)[0],
-                "high": wilson(hits, measured)[1],
-                "cached_tokens": min(cached) if cached else None,
-            }
-        )
-    return pd.DataFrame(out, columns=["shape", "mode", "hits", "measured", "low", "high", "cached_tokens"])
+def _table(by: dict[str, list[Row]]) -> pd.DataFrame:
+    names = {"shape": lambda row: row["label"].split("/")[0], "mode": lambda row: row["label"].split("/")[1]}
+    return tally([r for rows in by.values() for r in rows], names, {"cached_tokens": least_cached}, ordered=False)
 
 
 def _describe(by: dict[str, list[Row]]) -> tuple[str, str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, finish, instrument
+from .bench.bench import Common, Options, finish, instrument
 from .bench.budget import check_trials
-from .bench.result import Result, hit, outcomes, share
+from .bench.result import Result, discordant, least_cached, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
-from .recall import surprising
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @instrument()
@@ -22,7 +24,7 @@ def warm_cold(
     repeats: int = 4,
     warm_sends: int = 1,
     depth: float = 0.3,
-    common: Common,
+    **options: Unpack[Options],
 ) -> Result:
     """Send each prompt cold, then `warm_sends` times again; compare answers pair by pair (exact McNemar).
 
@@ -30,6 +32,7 @@ def warm_cold(
     when the first send reports none beyond the chat template's. `.details` holds `proved` (pairs), `discordant` (only
     cold hit, only warm hit), `p_value`, and `page` (the largest power of two that divides all cached counts).
     """
+    common = Common(**options)
     check_trials(len(lengths) * repeats * (1 + warm_sends))
     specs = [with_seed(common.spec(n, depth), i, r) for i, n in enumerate(lengths) for r in range(repeats)]
     asks = [
@@ -48,7 +51,7 @@ def warm_cold(
                 cold, *warm = bench.ask(group)
                 pairs += [(cold, w) for w in warm]
         proved = [(c, w) for c, w in pairs if c["cache"] == "cold" and w["cache"] == "warm"]
-        details = _paired(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
+        details = discordant(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
         sentence, verdict = _describe(pairs, proved, details)
         rows = [r for pair in pairs for r in pair]
         return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(pairs), details=details)
@@ -64,15 +67,6 @@ def page_of(pairs: Sequence[tuple[Row, Row]]) -> int | None:
         if cached != (warm["prompt_tokens"] or 0) - 1:  # a full hit leaves one token to compute and is no multiple
             common = gcd(common, cached)
     return common & -common or None
-
-
-def _paired(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any]:
-    from needlework.analysis.paired import mcnemar
-
-    hits = [(hit(c), hit(w)) for c, w in pairs]
-    cold_only = sum(c == 1 and w == 0 for c, w in hits)
-    warm_only = sum(c == 0 and w == 1 for c, w in hits)
-    return {"discordant": (cold_only, warm_only), "p_value": mcnemar(cold_only, warm_only)}
 
 
 def _describe(pairs: list, proved: list, details: dict[str, Any]) -> tuple[str, str]:
@@ -100,31 +94,8 @@ def _describe(pairs: list, proved: list, details: dict[str, Any]) -> tuple[str, 
     return text, "finding" if details["p_value"] < 0.05 and cold_only + warm_only >= 4 else "not proven"
 
 
-def _table(pairs: list) -> Any:
-    import pandas as pd
-
-    from needlework.analysis.intervals import wilson
-
-    cells: dict[tuple[int, str], list[Row]] = {}
-    for cold, warm in pairs:
-        for state, row in (("cold", cold), ("warm", warm)):
-            cells.setdefault((row["target_tokens"], state), []).append(row)
-    out = []
-    for (length, state), rows in sorted(cells.items()):
-        hits, measured = outcomes(rows)
-        low, high = wilson(hits, measured)
-        cached = [r["cached_tokens"] for r in rows if r["cached_tokens"] is not None]
-        out.append(
-            {
-                "target_tokens": length,
-                "cache": state,
-                "hits": hits,
-                "measured": measured,
-                "low": low,
-                "high": high,
-                "cached_tokens": min(cached) if cached else None,
-                "proved": sum(r["cache"] == state for r in rows),
-            }
-        )
-    columns = ["target_tokens", "cache", "hits", "measured", "low", "high", "cached_tokens", "proved"]
-    return pd.DataFrame(out, columns=columns)
+def _table(pairs: list) -> pd.DataFrame:
+    rows = [row | {"cache": state, "_proved": row["cache"] == state}
+            for pair in pairs for state, row in zip(("cold", "warm"), pair, strict=True)]  # fmt: skip
+    more = {"cached_tokens": least_cached, "proved": lambda group: sum(r["_proved"] for r in group)}
+    return tally(rows, ("target_tokens", "cache"), more)

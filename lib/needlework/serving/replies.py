@@ -239,8 +239,9 @@ class _Answer:
         if not self.messages:
             raise TransportError(self.scrub(f"the answer's message is null{said}"), failure="no_choice")
         finish, words = self.finish, said
-        if isinstance(finish, dict):  # SGLang's own form
-            finish, words = finish.get("type"), f": {finish['message']}" if finish.get("message") else said
+        if isinstance(self.finish, dict):  # SGLang's own form
+            finish, told = self.finish.get("type"), self.finish.get("message")
+            words = f": {told}" if told else said
         name = _name(finish) or (None if finish is None else "unknown")
         if name is None:
             raise TransportError(self.scrub(f"the answer ended without a finish reason{said}"), failure="no_finish")

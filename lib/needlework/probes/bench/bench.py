@@ -15,9 +15,9 @@ import platform
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 import needlework
 from needlework.serving import TransportError, gauges
@@ -29,7 +29,7 @@ from .budget import Budget, Limits, Meter
 from .journal import WHOLE, Journal
 from .progress import Status, Watch, open_watch
 from .prompts import GENERATOR, Builder, Prompt, PromptSpec, digest, facts_of
-from .result import Result, outcomes, unmeasured
+from .result import Result, foreign, outcomes, surprising, unmeasured
 from .trial import Ask, Confirm, Prepare, Row, Stopped, Target, resolve
 
 if TYPE_CHECKING:
@@ -337,6 +337,7 @@ class Bench:
             tolerance=self.tolerance, prepare=prepare,
         )  # fmt: skip
         if row.get("length_note") and prompt.counted_by == "lines":  # then only a whole count can tell
+            assert self._leader._own_builder is not None
             prompt = await self._leader._own_builder.confirm(prompt, row["prompt_tokens"])
             note = rows.length_note(prompt, row["prompt_tokens"], self.tolerance)
             row |= rows.sent_columns(prompt) | {"length_note": note}
@@ -391,6 +392,13 @@ class Bench:
             )
 
 
+def reached(rows: list[Row]) -> tuple[int, int]:
+    """(trials that measured something, trials)."""
+    from needlework.analysis.trials import NO_MEASUREMENT
+
+    return sum(r["outcome"] not in NO_MEASUREMENT for r in rows), len(rows)
+
+
 def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
     """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
     bench.check_retries()
@@ -400,6 +408,8 @@ def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
         fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
     if lost := unmeasured(rows):
         bench.warn(lost)
+        if fields["verdict"] == "healthy" and surprising(*reached(rows)):
+            fields |= {"sentence": f"{fields['sentence']} But {lost}", "verdict": "not proven"}
     trials = bench.trials()
     control = trials["probe"] == "control"
     return Result(
@@ -467,10 +477,11 @@ def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
                 invents += 1
             continue
         hits, measured = outcomes([row])
-        if str(row.get("answered_from") or "").startswith("trial:"):
+        if foreign([row]):
             bench.warn("a control was answered with the value of another request")  # a finding, not a harness fault
         elif hits == 0:
             what = row["outcome"] if measured else f"{row['outcome']}, no measurement"
+            what += ", the value stands in the thoughts" if row.get("in_reasoning") else ""
             failed.append(f"{kind.replace('_', ' ')} ({what})")
     if invents:
         bench.warn("asked for a fact that was not given, the model invents one: a wrong value may be an invention")
@@ -478,7 +489,7 @@ def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
     return Controls(not failed, why, invents, tuple(rows))
 
 
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -529,31 +540,45 @@ class Common:
         return bench.judged is None or bench.judged.passed
 
 
-def instrument(*, without: tuple[str, ...] = ()) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Give a function that takes `common` the options of Common as keywords of its own, in signature and help.
+class Options(TypedDict, total=False):
+    """The options of Common as keywords, for type checkers and completion."""
+
+    genre: str
+    needle: str
+    seed: int
+    arm: str
+    controls: bool
+    limits: Limits | None
+    confirm: Confirm | None
+    progress: bool | Callable[[], Watch] | None
+
+
+def instrument(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Show the options of Common in the signature and help of a function that takes `**options: Unpack[Options]`, and
+    refuse empty lists.
 
     without   options that this instrument does not have
     """
     shared = [f for f in fields(Common) if f.name not in without]
-    assert all(f.default is not MISSING for f in shared)
 
-    def decorate(function: Callable[..., R]) -> Callable[..., R]:
+    def decorate(function: F) -> F:
         signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.name != "common"]
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         several = {p.name for p in own if isinstance(p.default, tuple) and p.default}
         extra = [inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for f in shared]
 
         @functools.wraps(function)
-        def call(*args: Any, **options: Any) -> R:
+        def call(*args: Any, **options: Any) -> Any:
             for name, value in options.items():
+                if name in without:
+                    raise TypeError(f"{function.__name__} has no option {name}")
                 if name in several and not len(value):
                     raise ValueError(f"{name} is empty; give at least one, or leave it out")
-            common = Common(**{f.name: options.pop(f.name) for f in shared if f.name in options})
-            return function(*args, common=common, **options)
+            return function(*args, **options)
 
         call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
-        text = [x for x in inspect.getdoc(Common).split("\n") if x.split(" ")[0] not in without]  # type: ignore[union-attr]
+        text = [x for x in (inspect.getdoc(Common) or "").split("\n") if x.split(" ")[0] not in without]
         call.__doc__ = f"{inspect.getdoc(function)}\n\n" + "\n".join(text)
-        return call
+        return cast(F, call)
 
     return decorate

@@ -599,7 +599,7 @@ class Builder:
         for row in islice(self.journal.rows.values(), self._seen, None):
             self._rows.setdefault(row.get("seed"), row)
         self._seen = len(self.journal.rows)
-        if (row := self._rows.get(spec.seed)) and (known := again(spec, row, self.journal.salt)) is not None:
+        if (held := self._rows.get(spec.seed)) and (known := again(spec, held, self.journal.salt)) is not None:
             return known
         options: dict[str, Any] = {"tolerance": self.tolerance, "run_salt": self.journal.salt}
         if self.endpoint.capabilities.tokenize == "usage":
