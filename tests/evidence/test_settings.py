@@ -66,6 +66,18 @@ def test_a_wrapper_script_with_any_command():
     assert not {"not_an_option", "append", "f"} & set(found)
 
 
+def test_a_script_that_starts_both_sides_gives_each_its_own():
+    start = "python3 -m sglang.launch_server --disaggregation-mode {} --page-size {} > x.log 2>&1 &\n"
+    script = (
+        "#!/bin/bash\n"
+        + start.format("prefill", 64)
+        + start.format("decode", 16)
+        + "python3 -m sglang_router --port 1\n"
+    )
+    assert script_settings(script, "prefill")["page_size"] == "64"
+    assert script_settings(script, "decode")["page_size"] == "16"
+
+
 def test_a_shell_inside_a_command():
     assert flags(["/bin/bash", "-c", "vllm serve /m --block-size 16"])["page_size"] == "16"
 
@@ -127,6 +139,16 @@ spec:
       modelFormat: {name: huggingface}
       args: ["--max-model-len=2048", "--dtype=half"]
 """, {"context_length": "2048", "dtype": "half"}),
+    "kserve llm": ("""kind: LLMInferenceService
+spec:
+  model: {uri: hf://m, name: m}
+  parallelism: {tensor: 4, data: 8}
+  template:
+    containers:
+    - name: main
+      image: vllm/vllm-openai
+      args: [--block-size=32]
+""", {"tp_size": "4", "dp_size": "8", "page_size": "32"}),
     "dynamo config": ("""Common:
   model: m
 VllmWorker:

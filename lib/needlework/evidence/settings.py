@@ -55,7 +55,7 @@ ENGINE = re.compile(
 )
 # tables of options by themselves: of Ray's LLM configs, Helm charts, and Dynamo's services
 OPTIONS = re.compile(
-    r"(?i)(?:engine_?(?:kwargs|args|config)|common[-_]configs?|vllm_?config|model_?spec|/?[a-z]*(?:worker|processor|frontend))$"
+    r"(?i)(?:engine_?(?:kwargs|args|config)|common[-_]configs?|vllm_?config|model_?spec|parallelism|/?[a-z]*(?:worker|processor|frontend))$"
 )
 NO_OPTION = ("resources", "ServiceArgs", "metadata", "extraPodSpec", "envFromSecret", "replicas", "livenessProbe")
 MAX_NODES, MAX_VALUE_CHARS = 20_000, 300
@@ -163,8 +163,9 @@ def _commands(line: str) -> Iterator[list[str]]:
             part.append(word)
 
 
-def script_settings(text: str) -> dict[str, str]:
-    """Exported variables and the options of every command in a script that is not the shell's own (read, never run)."""
+def script_settings(text: str, role: str = "") -> dict[str, str]:
+    """Exported variables and the options of every command in a script that is not the shell's own (read, never run).
+    Of a script that starts both sides of a pair, what says that it is the other side than `role` is left out."""
     found: dict[str, str] = {}
     known: dict[str, list[str]] = {}
     text = re.sub(r"\\\n\s*", " ", text)
@@ -179,7 +180,9 @@ def script_settings(text: str) -> dict[str, str]:
                 known |= {name: _words(value) for name, value in given.items()}
                 found |= {name: value for name, value in given.items() if name.isupper()}
             elif words and words[0].rsplit("/", 1)[-1] not in SHELL_WORDS:
-                found |= {name: value for name, value in given.items() if name.isupper()} | flags(words)
+                options = flags(words)
+                if {role, options.get("disaggregation_mode", role)} != {"prefill", "decode"}:
+                    found |= {name: value for name, value in given.items() if name.isupper()} | options
     return found
 
 
@@ -248,7 +251,10 @@ def _component(path: str, node: dict[Any, Any]) -> Component | None:
             elif isinstance(item, str):
                 given |= assignments([item])
     if OPTIONS.search(path):
-        given |= {k: v for key, value in node.items() if key not in NO_OPTION for k, v in _pairs(str(key), value)}
+        under = "parallelism." if path.endswith("parallelism") else ""  # KServe's tensor, data, pipeline
+        given |= {
+            k: v for key, value in node.items() if key not in NO_OPTION for k, v in _pairs(f"{under}{key}", value)
+        }
     else:  # a size in the middle of a values file
         sizes = {setting(str(key)): value for key, value in node.items() if isinstance(value, (int, str, float))}
         given |= {key: str(value) for key, value in sizes.items() if key in SETTINGS and key != "model_path"}
@@ -262,9 +268,11 @@ def _component(path: str, node: dict[Any, Any]) -> Component | None:
     if isinstance(node.get("image"), str) and words:
         given.setdefault("image", node["image"])
     started = " ".join([str(node.get("image", "")), *(word for word in words[:6] if not word.startswith("-"))])
+    # a table of options alone belongs to the engine that reads it
+    engine = bool(ENGINE.search(started) or OPTIONS.search(path)) or not (words or "image" in node)
     signs = {"prefill": r"(?i)prefill|\bctx\b", "decode": r"(?i)decode|\bgen\b"}
     sides = [side for side, sign in signs.items() if re.search(sign, told)]
-    return Component(name.strip("/"), sides[0] if len(sides) == 1 else None, bool(ENGINE.search(started)), given)
+    return Component(name.strip("/"), sides[0] if len(sides) == 1 else None, engine, given)
 
 
 def _as_words(value: Any) -> list[str]:
@@ -349,7 +357,7 @@ def _of_file(path: str, text: str, role: str) -> tuple[str, dict[str, str]]:
     """Which kind of source a file is, and what it sets."""
     name = path.rsplit("/", 1)[-1]
     if re.search(r"\.(?:sh|bash)$", name) or text.startswith("#!"):
-        return "wrapper script", {setting(k): v for k, v in script_settings(text).items()}
+        return "wrapper script", {setting(k): v for k, v in script_settings(text, role).items()}
     if re.search(r"\.(?:ya?ml|json)$", name):
         started = manifest_settings(text, role)
         return (
