@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -188,10 +187,13 @@ def _normal(frame: pd.DataFrame, notes: list[str]) -> pd.DataFrame:
         before = frame[name]
         if before.dtype == object:
             before = before.map(_number)
-            if name not in FRACTIONS:  # 3,000 tokens
-                before = before.replace(re.compile(r"^\s*(\d{1,3})(?:,(\d{3}))(?:,(\d{3}))?\s*$"), r"\1\2\3")
         number = pd.to_numeric(before, errors="coerce").astype("float64")
         number = number.where(np.isfinite(number))
+        lost = before.notna() & number.isna()
+        if lost.any() and name not in FRACTIONS:  # 3,000 tokens
+            bare = before[lost].astype(str).str.strip()
+            bare = bare.where(bare.str.fullmatch(r"\d{1,3}(,\d{3})+")).str.replace(",", "")
+            number = number.fillna(pd.to_numeric(bare, errors="coerce"))
         lost = frame[name].notna() & number.isna()
         if lost.any():
             first = int(np.flatnonzero(lost.to_numpy())[0])
@@ -277,7 +279,8 @@ def _judged(frame: pd.DataFrame, name: str, notes: list[str]) -> pd.DataFrame:
             lambda x: "; ".join(map(str, x)) if isinstance(x, list | tuple) else x
         )
     single = {"trial_id", "time", "seed", "question", "expected", "answer", "latency_s", "ttft_s"} & set(frame.columns)
-    if any(frame[column].notna().any() for column in single):
+    named = "trial_id" in frame and frame["trial_id"].notna().all() and frame["trial_id"].is_unique
+    if not named and any(frame[column].notna().any() for column in single):
         equal = frame.astype(str).duplicated()
         if equal.any():
             notes.append(f"{int(equal.sum())} rows equal another in every cell; each counts once")
