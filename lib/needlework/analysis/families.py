@@ -41,6 +41,29 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Marks:
+    """Gates and outcome of each row: a few patterns [patterns, gates x outcomes], and the pattern that each row has."""
+
+    patterns: np.ndarray
+    row: np.ndarray
+
+    @classmethod
+    def of(cls, gates: np.ndarray, outcomes: np.ndarray) -> Marks:
+        """gates [gates, rows] and outcomes [rows, outcomes], bool."""
+        packed = np.ascontiguousarray(np.packbits(np.concatenate([gates.T, outcomes], 1), 1))
+        keys = packed.view(f"V{packed.shape[1]}").ravel()
+        _, first, row = np.unique(keys, return_index=True, return_inverse=True)
+        patterns = gates.T[first][:, :, None] & outcomes[first][:, None, :]
+        return cls(patterns.reshape(len(first), -1).astype(np.float32), row.ravel())
+
+    def sums(self, group: np.ndarray, groups: int, rows: np.ndarray | None = None) -> np.ndarray:
+        """Outcomes of the rows (default: all) in each of `groups` groups [groups, gates x outcomes]."""
+        row, size = self.row if rows is None else self.row[rows], len(self.patterns)
+        table = np.bincount(group * size + row, minlength=groups * size).reshape(groups, size)
+        return np.rint(table.astype(np.float32) @ self.patterns)
+
+
+@dataclass(frozen=True)
 class Counts:
     """Outcomes inside the set [values, columns], the prior of each value, and what tells a value: (low, high) or so."""
 
@@ -51,10 +74,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class Family:
-    """count(conditions, columns) -> Counts or None; mask(conditions, value) -> share inside the set, float [rows]."""
+    """count(conditions, marks) -> Counts or None; mask(conditions, value) -> share inside the set, float [rows]."""
 
     name: str
-    count: Callable[[Rows, np.ndarray], Counts | None]
+    count: Callable[[Rows, Marks], Counts | None]
     mask: Callable[[Rows, tuple[float, ...]], np.ndarray]
     say: Callable[[dict[str, tuple[float, float, float]]], str]
     parameters: tuple[str, ...] = ()
@@ -71,7 +94,7 @@ def _threshold(name: str, column: str, say: str, *, above: bool = True, log: boo
             ok &= c["left"] > NEAR_END_TOKENS
         return np.where(ok, x, np.nan), ok
 
-    def count(c: Rows, columns: np.ndarray) -> Counts | None:
+    def count(c: Rows, marks: Marks) -> Counts | None:
         x, ok = read(c)
         rows = np.flatnonzero(ok)
         rows = rows[np.argsort(x[rows], kind="stable")]
@@ -81,7 +104,8 @@ def _threshold(name: str, column: str, say: str, *, above: bool = True, log: boo
         if len(ends) > MOST_EDGES:
             ends = ends[np.unique(np.linspace(0, len(ends) - 1, MOST_EDGES).astype(int))]
         low, high = x[rows[ends - 1]], x[rows[ends]]
-        parts = np.add.reduceat(columns[rows], np.concatenate([[0], ends]), 0)
+        sizes = np.diff(np.concatenate([[0], ends, [len(rows)]]))
+        parts = marks.sums(np.repeat(np.arange(len(sizes)), sizes), len(sizes), rows)
         below = np.cumsum(parts, 0)
         inside = below[-1] - below[:-1] if above else below[:-1]
         scale = np.log(np.maximum(low, 1)), np.log(np.maximum(high, 1.5))
@@ -115,14 +139,12 @@ def _masks(
 ) -> Family:
     """A family given by a set for each of a few values, all equally likely before."""
 
-    def count(c: Rows, columns: np.ndarray) -> Counts | None:
+    def count(c: Rows, marks: Marks) -> Counts | None:
         values = list(options(c))
         if not values:
             return None
-        sets = np.stack([inside(c, value) for value in values]).astype(np.float32)
-        return Counts(
-            np.rint(sets @ columns.astype(np.float32)), np.full(len(values), 1 / len(values)), np.array(values, float)
-        )
+        inner = np.stack([marks.sums(np.asarray(inside(c, value), int), 2)[1] for value in values])
+        return Counts(inner, np.full(len(values), 1 / len(values)), np.array(values, float))
 
     return Family(name, count, lambda c, value: inside(c, value).astype(float), say, parameters)
 
@@ -170,7 +192,7 @@ def _residues() -> Family:
     def widths(period: int) -> list[int]:
         return [w for w in (1, 2, 4, 8, 16, 32, 64, 128) if w <= period // 2] or [1]
 
-    def count(c: Rows, columns: np.ndarray) -> Counts | None:
+    def count(c: Rows, marks: Marks) -> Counts | None:
         length = c["length"]
         known = np.isfinite(length) & (length == np.rint(length))
         if known.sum() < 8 or len(np.unique(length[known])) < 6:
@@ -183,10 +205,9 @@ def _residues() -> Family:
         tried = [e for e in edges if (n > e).any()]
         for edge in tried:
             rows = n > edge
-            some, late = columns[known][rows], n[rows]
+            chosen, late = np.flatnonzero(known)[rows], n[rows]
             for period in periods:
-                index = (late % period)[:, None] * some.shape[1] + np.arange(some.shape[1])
-                sums = np.bincount(index.ravel(), some.ravel(), period * some.shape[1]).reshape(period, -1)
+                sums = marks.sums(late % period, period, chosen)
                 ring = np.cumsum(np.concatenate([np.zeros_like(sums[:1]), sums, sums]), 0)
                 for width in widths(period):
                     starts = np.arange(0, period, max(1, width // 4))

@@ -19,7 +19,7 @@ from scipy.special import betaln, gammaln, xlogy
 
 from needlework.analysis import families, mechanisms
 from needlework.analysis.conditions import KINDS, conditions
-from needlework.analysis.families import BY_NAME, FAMILIES, Gate, Rows
+from needlework.analysis.families import BY_NAME, FAMILIES, Gate, Marks, Rows
 from needlework.analysis.mechanisms import CODES
 
 HARD, SOFT, LAPSE, WEAK_MODEL = (6.0, 0.7), (1.0, 1.5), (1.0, 60.0), (1.0, 9.0)
@@ -28,6 +28,7 @@ KIND_INDEX = {name: i for i, name in enumerate(KINDS)}
 WEAK = 0.1  # deployments whose lapses are those of a weak model
 DIRICHLET = 0.5
 SECOND = 0.05  # of deployments with one fault: a second one
+FORESEEN = 32  # likeliest values of a law's parameters that predict
 KEPT = 1e-4  # share of a law's weight below which a value of its parameters is not kept
 UNPLACED = ("free", "arms", "prompts")  # laws that do not say which requests yet to be sent are lost
 SEVERAL = 4  # lengths at which something is lost, before a residue of them is looked for
@@ -101,13 +102,15 @@ class _Hypothesis:
             return each, _entropy(each)
         a, b = RATES[self.hard]
         mean, entropy = np.zeros(len(c)), np.zeros(len(c))
+        x, n, y, m = self.counts[:FORESEEN].T
+        inside, outside = (x + a) / (n + a + b), _lapse_mean(y, m)
+        high, low = _entropy(inside), _entropy(outside)
         rest, rest_entropy = self.second.loss(c) if self.second else (None, None)
-        for value, w, (x, n, y, m) in zip(self.values, self.weights, self.counts, strict=True):
-            part = BY_NAME[self.family].mask(c, value) * gate
-            inside, outside = (x + a) / (n + a + b), _lapse_mean(y, m)
-            low, low_entropy = (outside, _entropy(outside)) if rest is None else (rest, rest_entropy)
-            mean += w * (part * inside + (1 - part) * low)
-            entropy += w * (part * _entropy(inside) + (1 - part) * low_entropy)
+        weights = self.weights[:FORESEEN] / self.weights[:FORESEEN].sum()
+        for i, w in enumerate(weights):
+            part = BY_NAME[self.family].mask(c, self.values[i]) * gate
+            mean += w * (part * inside[i] + (1 - part) * (outside[i] if rest is None else rest))
+            entropy += w * (part * high[i] + (1 - part) * (low[i] if rest is None else rest_entropy))
         return mean, entropy
 
 
@@ -302,22 +305,20 @@ def _hypotheses(c: Rows) -> list[_Hypothesis]:
     gates = families.gates(c)
     masks = np.stack([g.mask(c) for g in gates])
     own = np.stack([kind == k for k in present], 1)
-    columns = (masks.T[:, :, None] & own[:, None, :]).reshape(len(c), -1).astype(np.float32)
-    shape = (len(gates), len(present))
     every = own.sum(0)
     score = _Score(len(c), every)
     out: list[_Hypothesis] = []
     several = [len(np.unique(c["length"][m & (kind > 0)])) >= SEVERAL for m in masks]  # one length is no residue
     few = [i for i, g in enumerate(gates) if g.state in ("any", "warm", "cold") and several[i]]
+    marks = {"residue": Marks.of(masks[few], own)} if few else {}  # a comb is not crossed with what cannot carry one
+    every_gate = Marks.of(masks, own)
     for family in FAMILIES:
-        # a comb has many values: it is not crossed with what cannot carry one
         mine = few if family.name == "residue" else list(range(len(gates)))
-        chosen = columns.reshape(len(c), *shape)[:, mine].reshape(len(c), -1)
-        if mine and (counts := family.count(c, chosen)) is not None:
-            inside = counts.inside.reshape(-1, len(mine), shape[1]).astype(np.int32)
-            out += _family(
-                family.name, inside, counts.prior, counts.values, [gates[i] for i in mine], present, every, score
-            )
+        counts = family.count(c, marks.get(family.name, every_gate)) if mine else None
+        if counts is not None:
+            inside = counts.inside.reshape(-1, len(mine), len(present)).astype(np.int32)
+            chosen = [gates[i] for i in mine]
+            out += _family(family.name, inside, counts.prior, counts.values, chosen, present, every, score)
     where = [g for g in gates if g.state == "any"]
     out += _fading(c, where, kind) + _free(c, kind, gates[0]) + _prompts(c, kind, gates[0])
     return out
@@ -423,9 +424,8 @@ def _lapses(x: Any, n: Any) -> Any:
     return np.logaddexp(_bb(x, n, LAPSE) + math.log(1 - WEAK), _bb(x, n, WEAK_MODEL) + math.log(WEAK))
 
 
-def _lapse_mean(x: float, n: float) -> float:
-    weak = _bb(x, n, WEAK_MODEL) + math.log(WEAK) - _lapses(x, n)
-    w = float(np.exp(weak))
+def _lapse_mean(x: Any, n: Any) -> Any:
+    w = np.exp(_bb(x, n, WEAK_MODEL) + math.log(WEAK) - _lapses(x, n))
     return (1 - w) * (LAPSE[0] + x) / (sum(LAPSE) + n) + w * (WEAK_MODEL[0] + x) / (sum(WEAK_MODEL) + n)
 
 
