@@ -160,14 +160,18 @@ whole, level = reference.sparse_mla_decode(laid.ask, laid.latent_pool, picked, s
 rows = []
 for parts in (1, 2, 3, 8, 33, 64):
     outs, lses = reference.sparse_mla_partials(laid.ask, laid.latent_pool, picked, parts, softmax_scale=40.0)
-    out, lse = merge(outs, lses)
-    rows.append((parts, float((out - whole).norm() / whole.norm()), float((lse - level).abs().max())))
+    try:
+        out, lse = merge(outs, lses)
+        rows.append((parts, float((out - whole).norm() / whole.norm()), float((lse - level).abs().max())))
+    except Exception as error:  # whatever a kernel under test raises is a finding
+        print(f"{merger} raises at {parts} parts: {type(error).__name__}: {error}"[:200])
+        rows.append((parts, float("nan"), float("nan")))
 split = pd.DataFrame(rows, columns=["parts", "output, norm error", "log-sum-exp, largest error"])
 workbook.tables.table(split, "Parts do not matter", formats=dict.fromkeys(split.columns[1:], "{:.1e}"))
 
 # %%
 merged = check(merger, "merge_partials", size="small", device="cpu")
-alike = bool(split.iloc[:, 1:].max().max() < 1e-4)
+alike = bool((split.iloc[:, 1:] < 1e-4).all(axis=None))
 print(f"Over 1 to 64 parts the merged result is {'the same to 1e-4' if alike else 'NOT the same'}. {merged}")
 
 # %% [markdown]
