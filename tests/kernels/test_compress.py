@@ -7,6 +7,37 @@ import torch
 from needlework.kernels import reference as ref
 
 
+class RingCompressor:
+    """The decode form: one token a call against a ring of raw rows, as an engine keeps it (sglang 0.5.23 compress
+    states).
+
+    c4 holds 8 rows at position mod 8, c128 holds 128. `step` returns the entry when the token completes a group, else
+    None. Another formulation of the same arithmetic, so that the three forms can be held against one another.
+    """
+
+    def __init__(self, ape: torch.Tensor, *, overlap: bool) -> None:
+        ratio, width = ape.shape
+        self.ape, self.ratio, self.overlap = ape, ratio, overlap
+        self.kv = ape.new_zeros((2 * ratio if overlap else ratio, width))
+        self.scores = torch.full_like(self.kv, -torch.inf)
+        self.position = 0
+
+    def step(self, kv: torch.Tensor, scores: torch.Tensor) -> torch.Tensor | None:
+        """kv, scores [width] of one token -> entry [d], or None while the group is unfinished."""
+        size = len(self.kv)
+        self.kv[self.position % size], self.scores[self.position % size] = kv, scores
+        self.position += 1
+        if self.position % self.ratio:
+            return None
+        row = torch.arange(self.position - size, self.position) % size
+        rows, logits = self.kv[row], self.scores[row] + self.ape.repeat(size // self.ratio, 1)
+        if self.overlap:
+            d = rows.shape[1] // 2
+            rows = torch.cat((rows[: self.ratio, :d], rows[self.ratio :, d:]))
+            logits = torch.cat((logits[: self.ratio, :d], logits[self.ratio :, d:]))
+        return (torch.softmax(logits, dim=0) * rows).sum(dim=0)
+
+
 def _tokens(ratio: int, count: int, d: int = 16, seed: int = 0):
     g = torch.Generator().manual_seed(seed)
     width = 2 * d if ratio == 4 else d
@@ -28,7 +59,7 @@ def test_one_shot_chunked_and_stepwise_entries_agree(ratio, count):
             parts.append(entries)
             start = end
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
-    ring = ref.RingCompressor(ape, overlap=ratio == 4)
+    ring = RingCompressor(ape, overlap=ratio == 4)
     stepped = [entry for row in zip(kv, scores, strict=True) if (entry := ring.step(*row)) is not None]
     assert len(stepped) == len(whole)
     if stepped:

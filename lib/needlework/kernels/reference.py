@@ -372,37 +372,6 @@ def _compress(
     return (torch.softmax(logits, dim=1) * rows).sum(dim=1), after
 
 
-class RingCompressor:
-    """The decode form: one token a call against a ring of raw rows, as an engine keeps it (sglang 0.5.23 compress
-    states).
-
-    c4 holds 8 rows at position mod 8, c128 holds 128. `step` returns the entry when the token completes a group, else
-    None. Another formulation of the same arithmetic, so that the three forms can be held against one another.
-    """
-
-    def __init__(self, ape: Tensor, *, overlap: bool) -> None:
-        ratio, width = ape.shape
-        self.ape, self.ratio, self.overlap = ape, ratio, overlap
-        self.kv = ape.new_zeros((2 * ratio if overlap else ratio, width))
-        self.scores = torch.full_like(self.kv, -torch.inf)
-        self.position = 0
-
-    def step(self, kv: Tensor, scores: Tensor) -> Tensor | None:
-        """kv, scores [width] of one token -> entry [d], or None while the group is unfinished."""
-        size = len(self.kv)
-        self.kv[self.position % size], self.scores[self.position % size] = kv, scores
-        self.position += 1
-        if self.position % self.ratio:
-            return None
-        row = torch.arange(self.position - size, self.position) % size
-        rows, logits = self.kv[row], self.scores[row] + self.ape.repeat(size // self.ratio, 1)
-        if self.overlap:
-            d = rows.shape[1] // 2
-            rows = torch.cat((rows[: self.ratio, :d], rows[self.ratio :, d:]))
-            logits = torch.cat((logits[: self.ratio, :d], logits[self.ratio :, d:]))
-        return (torch.softmax(logits, dim=0) * rows).sum(dim=0)
-
-
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, times weight; computed in x's dtype."""
     normed = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)

@@ -329,8 +329,10 @@ def decode_config(programs: int, entries: int, device: torch.device, layout: str
     if shared_bytes(device) < 200_000:  # not the data-centre parts the sizes below were measured on
         splits = max(1, min(triton.cdiv(entries, 64), processors // programs))
         return {"BLOCK": 16, "SPLITS": splits, "HALVES": 2, "STAGES": 1, "num_warps": 4}
-    if layout == "v4-mla-fp8" and programs * 8 <= processors:  # few rows; V3.2 keeps its wide blocks even then
+    if layout == "v4-mla-fp8" and programs * 8 <= processors:  # few rows; V3.2 keeps its wide blocks there
         splits = max(1, min(triton.cdiv(entries, 64), processors // (2 * programs)))
         return {"BLOCK": 64, "SPLITS": splits, "HALVES": 2, "STAGES": 2, "num_warps": 4}
     splits = max(1, min(triton.cdiv(entries, 128), processors // programs))
+    if layout != "v4-mla-fp8" and programs * 8 > processors:
+        return {"BLOCK": 64, "SPLITS": splits, "HALVES": 1, "STAGES": 2, "AHEAD": True, "num_warps": 8}
     return {"BLOCK": 128, "SPLITS": splits, "HALVES": 1, "STAGES": 1, "num_warps": 8}
