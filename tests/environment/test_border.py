@@ -110,3 +110,21 @@ def test_a_neighbour_that_is_not_there_is_one_sentence(monkeypatch, capsys) -> N
     assert command.main(["report"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "the command report is not installed here; install it with: pip install" in said
+
+
+def test_every_stable_name_is_two_dots_away_and_is_offered_by_completion() -> None:
+    import needlework
+
+    stable = {
+        "pages": ("LAYOUTS", "diagnose", "compare", "identify"),
+        "kernels": ("reference", "candidates", "check"),
+        "serving": ("Endpoint",),
+        "probes": ("recall", "find_cliff", "scan_residues", "warm_cold", "turns", "abort", "echo", "coherence"),
+        "analysis": ("load_trials", "diagnose"),
+        "evidence": ("collect", "redact", "Bundle"),
+        "workbook": ("start", "figures", "tables", "open_target", "incident", "explorers"),
+    }
+    assert set(stable) == set(needlework.__all__) <= set(dir(needlework))
+    for package, names in stable.items():
+        module = getattr(needlework, package)
+        assert set(names) <= set(dir(module)) and all(hasattr(module, name) for name in names), package

@@ -1,13 +1,24 @@
 """What a person sees in a notebook: its start, figures, tables, explorers and the summary; and what it opens.
 
 A notebook needs `workbook.start(title)`, `workbook.figures`, `workbook.tables`, `workbook.open_target(spec)`,
-`workbook.incident(name)` and `workbook.explorers`; everything here is imported on first use.
+`workbook.incident(name)` and `workbook.explorers`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from needlework.evidence.incidents import Incident, incident, root
+from needlework.serving.settings import deployed
+from needlework.serving.target import Target, TargetError, kind_of, open_target
+from needlework.workbook.cannot import CannotAnswer, need
+from needlework.workbook.remedies import advice
+from needlework.workbook.session import source, start
+from needlework.workbook.verdict import summary
+
+if TYPE_CHECKING:
+    from needlework.workbook import explorers, figures, machine, tables
 
 __all__ = [
     "CannotAnswer",
@@ -30,27 +41,12 @@ __all__ = [
     "tables",
 ]
 
-_HOME = {
-    "CannotAnswer": "workbook.cannot",
-    "advice": "workbook.remedies",
-    "deployed": "serving.settings",
-    "need": "workbook.cannot",
-    "start": "workbook.session",
-    "source": "workbook.session",
-    "summary": "workbook.verdict",
-    "Incident": "evidence.incidents",
-    "incident": "evidence.incidents",
-    "root": "evidence.incidents",
-    "kind_of": "serving.target",
-    "open_target": "serving.target",
-    "Target": "serving.target",
-    "TargetError": "serving.target",
-}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"needlework.{_HOME[name]}"), name)
+def __getattr__(name: str) -> Any:  # the modules that draw need matplotlib; they are loaded when first used
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
