@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from needlework.probes.battery import Plan
-
 STRENGTHS = ("mild", "default", "severe")
 PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deployment is a prefill/decode pair
 # Two causes at once, of different kinds and in different places of the stack, neither of which hides the other from
@@ -18,24 +16,19 @@ PAIR_ONLY = ("F13", "F14", "F16")  # faults of the transfer: the examined deploy
 PAIRS = ("F01+F17", "F02+F09", "F02+F10", "F07+F09", "F07+F17", "F14+F09", "F08+F09", "N1+F17")
 # Edges must lie apart and within reach of short prompts: top-k at 4 x 128 = 512 tokens, a pass at 768, a page at 64.
 GEOMETRY: dict[str, Any] = {"geometry": "tiny", "top_k": 128, "chunk_tokens": 768, "pages": 129}
-PLAN = Plan(
-    lengths=(110, 170, 300, 490, 540, 1000, 2700),  # just below and above top-k x ratio: does the fall stand there?
-    arm_lengths=(600, 1700, 4600),
-    aa_pairs=10,
-    aa_lengths=(400, 1400, 1800, 2400, 4600),  # where a loss by chance is neither rare nor sure, and past every limit
-    # below the other edges, which would hide a comb or a hit's loss; a few tokens more than whole pages, so that what
-    # follows a hit is shorter than the window
-    residue_start=322,
-    period=12,
-    residue_requests=60,
-    crowd=((3, 9), (2, 8), (6, 12)),  # two in flight, then one: the only crowd that is of a captured size to its end
-    crowd_lengths=(250, 400),
-    fill_tokens=8200,
-    reload_length=500,
-    abort_length=1100,
-    abort_rounds=4,
-    instruments=("recall", "arms", "residues", "reload", "echo", "abort"),
-)
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a case is asked: requests at most, of up to `window` tokens; fill_tokens push prompts out of the device
+    where there is a tier behind it, so that they reload (0: not tried)."""
+
+    requests: int = 300
+    window: int = 5000
+    fill_tokens: int = 8200
+
+
+EFFORT = Effort()
 
 
 @dataclass(frozen=True)
@@ -64,9 +57,9 @@ class Case:
         return tuple(f"{code}@{self.strength}" for code in self.faults)
 
 
-def key(case: Case, plan: Plan = PLAN) -> str:
-    """Name of a case's folder: says what it is, and changes with the battery and the geometry."""
-    how = hashlib.sha256(repr((sorted(GEOMETRY.items()), asdict(plan))).encode()).hexdigest()[:6]
+def key(case: Case, effort: Effort = EFFORT) -> str:
+    """Name of a case's folder: says what it is, and changes with the effort and the geometry."""
+    how = hashlib.sha256(repr((sorted(GEOMETRY.items()), asdict(effort))).encode()).hexdigest()[:6]
     return f"{case.label}-{case.strength}-{case.mode}-{case.seed}-{how}"
 
 

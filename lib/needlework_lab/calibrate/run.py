@@ -1,4 +1,4 @@
-"""Running cases: start the deployment, run the battery, see what else it offers, diagnose; parallel and resumable."""
+"""Running cases: start the deployment, investigate it, see what else it offers, diagnose; parallel and resumable."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, as_completed
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from needlework.probes.battery import Plan, battery
+from needlework import probes
 from needlework.probes.bench.journal import lock_folder
 
-from needlework_lab.calibrate.cases import GEOMETRY, PLAN, Case, key
+from needlework_lab.calibrate.cases import EFFORT, GEOMETRY, Case, Effort, key
 from needlework_lab.processes import worker_pool
 
 WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share their weights
@@ -51,25 +51,29 @@ def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
         yield examined, others
 
 
-def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
+def run_case(case: Case, folder: str, effort: Effort = EFFORT) -> dict[str, Any]:
     """Measure one case into `folder`/<key> (or read it back) and return its row of the results."""
-    here = Path(folder) / "runs" / key(case, plan)
+    here = Path(folder) / "runs" / key(case, effort)
     done = here / "evidence.json"
-    if not measured(case, folder, plan):
+    if not measured(case, folder, effort):
         from needlework_lab.calibrate.evidence import config_of, has_host_tier, inside_of
 
         started, cpu = time.perf_counter(), time.process_time()
         with _deployments(case) as (examined, others):
             server = next(iter(examined.servers.values()))
-            # without a tier behind the device nothing can come back from one
-            asked = plan if has_host_tier(server) else replace(plan, fill_tokens=0)
-            targets = {name: other.endpoint for name, other in others.items()}
             name = "pd" if case.mode == "pd" else "single"
-            result = battery(examined.endpoint, here, name=name, others=targets, plan=asked, seed=case.seed)
+            if effort.fill_tokens and has_host_tier(server):  # else nothing can come back from one
+                some = {"fill_tokens": effort.fill_tokens, "length": 500, "prompts": 10, "depth": 0.6}
+                probes.reload(examined.endpoint, here, arm=name, seed=case.seed, **some)
+            arms = {name: other.endpoint for name, other in others.items()} | {name: examined.endpoint}
+            result = probes.investigate(
+                arms, here, requests=effort.requests, window=effort.window, stated=config_of(server), seed=case.seed
+            )
             facts = {
                 "config": config_of(server),
                 "requests": examined.transport.generated,
-                "skipped": dict(result.skipped),
+                "ended": result.ended,
+                "foretold": [r for r in _records(here) if r["record"] == "predictions"],
                 "inside": inside_of(examined, others.get("reference")),
             }
         result.trials.to_json(here / "table.jsonl", orient="records", lines=True)
@@ -77,30 +81,35 @@ def run_case(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
         temporary = done.with_suffix(".part")
         temporary.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(temporary, done)
-    return judge(case, folder, plan)
+    return judge(case, folder, effort)
 
 
-def measured(case: Case, folder: str | Path, plan: Plan = PLAN) -> bool:
+def _records(folder: Path) -> list[dict[str, Any]]:
+    with probes.Journal(folder, read_only=True) as journal:
+        return journal.records
+
+
+def measured(case: Case, folder: str | Path, effort: Effort = EFFORT) -> bool:
     """Are this case's trials in `folder`, whole?"""
-    return (Path(folder) / "runs" / key(case, plan) / "evidence.json").is_file()
+    return (Path(folder) / "runs" / key(case, effort) / "evidence.json").is_file()
 
 
-def judge(case: Case, folder: str, plan: Plan = PLAN) -> dict[str, Any]:
+def judge(case: Case, folder: str, effort: Effort = EFFORT) -> dict[str, Any]:
     """Diagnose a measured case, from outside alone and with what the deployment offers inside."""
     import pandas as pd
     from needlework.analysis import diagnose
 
-    here = Path(folder) / "runs" / key(case, plan)
+    here = Path(folder) / "runs" / key(case, effort)
     facts = json.loads((here / "evidence.json").read_text(encoding="utf-8"))
     lines = (here / "table.jsonl").read_text(encoding="utf-8").splitlines()
     trials = pd.DataFrame([json.loads(line) for line in lines])
     row: dict[str, Any] = {**asdict(case), "label": case.label, "key": here.name, "requests": facts["requests"]}
-    row |= {"trials": len(trials), "skipped": facts["skipped"], "wall_s": facts["wall_s"], "cpu_s": facts["cpu_s"]}
+    row |= {"trials": len(trials), "ended": facts["ended"], "wall_s": facts["wall_s"], "cpu_s": facts["cpu_s"]}
     for view, evidence in (
         ("outside", {"config": facts["config"]}),
         ("evidence", {"config": facts["config"], **facts["inside"]}),
     ):
-        found = diagnose(trials, evidence)
+        found = diagnose(trials, evidence, predictions=facts["foretold"])
         row[view] = {
             "verdict": found.verdict,
             "confidence": found.confidence,
@@ -116,7 +125,7 @@ def calibrate(
     wanted: Iterable[Case],
     folder: str | Path,
     *,
-    plan: Plan = PLAN,
+    effort: Effort = EFFORT,
     executor: Executor | None = None,
     workers: int = 2,
     progress: Callable[[int, int, dict[str, Any]], None] | None = None,
@@ -133,12 +142,13 @@ def calibrate(
     Path(folder).mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        if not all(measured(case, folder, plan) for case in cases) and (held := lock_folder(Path(folder))) is not None:
+        whole = all(measured(case, folder, effort) for case in cases)
+        if not whole and (held := lock_folder(Path(folder))) is not None:
             stack.callback(os.close, held)
         if executor is None:
             executor = stack.enter_context(worker_pool(workers))
         futures: dict[Future[dict[str, Any]], Case] = {
-            executor.submit(run_case, c, str(folder), plan): c for c in cases
+            executor.submit(run_case, c, str(folder), effort): c for c in cases
         }
         with open(Path(folder) / "results.jsonl", "a", encoding="utf-8") as out:
             for future in _finished(futures):
@@ -148,7 +158,7 @@ def calibrate(
                 out.flush()
                 if progress is not None:
                     progress(len(rows), len(cases), row)
-    return [rows[key(case, plan)] for case in cases]
+    return [rows[key(case, effort)] for case in cases]
 
 
 def _finished(futures: dict[Future[dict[str, Any]], Case]) -> Iterator[Future[dict[str, Any]]]:

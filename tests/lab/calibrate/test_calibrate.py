@@ -9,46 +9,42 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import psutil
 import pytest
 from needlework.analysis import diagnose
-from needlework.probes import battery
+from needlework.probes import investigate
 from needlework.probes.bench.journal import lock_folder
 from needlework.serving import run as run_coroutine
-from needlework_lab.calibrate.cases import GEOMETRY, PLAN, Case, cases, key
+from needlework_lab.calibrate.cases import GEOMETRY, Case, Effort, cases, key
 from needlework_lab.calibrate.cli import main
 from needlework_lab.calibrate.evidence import config_of, inside_of
 from needlework_lab.calibrate.inside import start_inside
 from needlework_lab.calibrate.run import calibrate
 from needlework_lab.calibrate.summary import judged, summarise, table
 
-SHORT = replace(
-    PLAN, instruments=("recall", "arms"), lengths=(110, 170, 300, 1000, 2700), arm_lengths=(600, 1700), aa_pairs=4
-)
+SHORT = Effort(requests=140, window=2600, fill_tokens=0)
 
 
 def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
     wanted = [Case(("F08",), seed=100), Case((), seed=100)]
     with ThreadPoolExecutor(1) as one:
-        rows = calibrate(wanted, tmp_path, plan=SHORT, executor=one)
+        rows = calibrate(wanted, tmp_path, effort=SHORT, executor=one)
         assert [row["outside"]["ranked"][0] for row in rows] == ["F08", "healthy"]
         assert rows[1]["outside"]["verdict"] == rows[1]["evidence"]["verdict"] == "healthy"
         assert not rows[1]["outside"]["causes"] and rows[1]["requests"] > 30
         measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/evidence.json")}
-        again = calibrate(wanted, tmp_path, plan=SHORT, executor=one)  # diagnosed anew, measured once
+        again = calibrate(wanted, tmp_path, effort=SHORT, executor=one)  # diagnosed anew, measured once
     assert {path: path.stat().st_mtime_ns for path in measured} == measured and len(measured) == 2
     assert again == rows and len((tmp_path / "results.jsonl").read_text().splitlines()) == 4
 
 
 def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
     """Prefill and decode apart, index pages left behind after the first chunk; at most 120 requests to the pair."""
-    plan = replace(SHORT, arm_lengths=(600, 1100, 1700, 2700, 3500))
     options = {**GEOMETRY, "seed": 0}
     with start_inside("pd", "F14", **options) as pair, start_inside("combined", "F14", **options) as whole:
-        others = {"combined": whole.endpoint}
-        found = battery(pair.endpoint, tmp_path / "run", name="pd", others=others, plan=plan)
+        arms = {"combined": whole.endpoint, "pd": pair.endpoint}
+        found = investigate(arms, tmp_path / "run", requests=120, window=4000)
         asked = pair.transport.generated + whole.transport.generated
         config = config_of(pair.servers["prefill"])
         outside = diagnose(found.trials, {"config": config})
