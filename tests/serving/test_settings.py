@@ -39,7 +39,7 @@ def test_a_live_server_is_asked_and_the_incident_is_not_mistaken_for_it(tmp_path
         found = workbook.deployed(one, target)
     assert found.config == {"context_limit": 131072} and found.version == about.NOT_KNOWN and not found.command
     with mock_endpoint("llama.cpp") as mock, workbook.open_target(mock.base_url) as target:
-        found = workbook.deployed(one, target)  # the battery is cut to the window that this names
+        found = workbook.deployed(one, target)  # prompts are drawn within the window that this names
     assert found.config == {"context_limit": 131072} and found.version == "b1-0c1e57098"
 
 

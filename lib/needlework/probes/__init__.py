@@ -2,7 +2,6 @@
 
 from .abort import abort
 from .arms import compare_arms
-from .battery import QUICK, Plan, battery
 from .bench.bench import Bench
 from .bench.budget import Budget, Limits
 from .bench.journal import Journal, Recorded
@@ -22,7 +21,6 @@ from .turns import turns
 from .warm import warm_cold
 
 __all__ = [
-    "QUICK",
     "QUICK_REQUESTS",
     "REQUESTS",
     "Bench",
@@ -30,14 +28,12 @@ __all__ = [
     "Investigation",
     "Journal",
     "Limits",
-    "Plan",
     "PromptSpec",
     "Recorded",
     "Result",
     "Stopped",
     "abort",
     "assemble",
-    "battery",
     "coherence",
     "compare_arms",
     "depth_profile",

@@ -356,9 +356,9 @@ class Investigation:
 
     def __str__(self) -> str:
         state = f"Ended: {self.ended}." if self.finished else f"UNFINISHED: {self.ended}; the same command goes on."
-        held = [f"Foretold before, by {p.law!r}: {p}" for p in self.predictions[:-1]]  # the last: in the diagnosis
+        earlier = [f"Foretold before, by {p.law!r}: {p}" for p in self.predictions[:-1]]  # the last: in the diagnosis
         return "\n".join(
-            [str(self.diagnosis), "", *held, f"{len(self.trials)} trials in {len(self.plan)} batches. {state}"]
+            [str(self.diagnosis), "", *earlier, f"{len(self.trials)} trials in {len(self.plan)} batches. {state}"]
         )
 
     def _repr_html_(self) -> str:
@@ -432,8 +432,8 @@ def investigate(
                     f"this folder holds an investigation of {', '.join(space.arms)} with seed {space.seed}; go on with "
                     "that, or use another folder"
                 )
-        held = sum(s.requests for s in written(journal.records) if _held(journal, space, s))
-        budget = _budget(space, most - held, tokens)
+        asked = sum(s.requests for s in written(journal.records) if held(journal, space, s))
+        budget = _budget(space, most - asked, tokens)
         if confirm is not None and not confirm(budget):
             raise Stopped("not confirmed; nothing was sent")
         hands = Hands(arms, space, journal, budget, Limits(minutes=minutes), progress)
@@ -525,8 +525,10 @@ def written(records: Iterable[Mapping[str, Any]]) -> Iterator[Step]:
         yield from (Step.from_dict(s) for s in record.get("steps", ()))
 
 
-def _held(journal: Journal, space: Space, one: Step) -> bool:
-    return all(a.trial_id in journal.rows for arm in one.arms for wave in one.waves(space, arm) for a in wave)
+def held(journal: Journal, space: Space, one: Step) -> bool:
+    """Has the journal an answer to every request of a step?"""
+    asks = (a for arm in one.arms for wave in one.waves(space, arm) for a in wave)
+    return all(journal.get(a.trial_id) is not None for a in asks)  # what failed on the line is sent again
 
 
 def _others(journal: Journal, space: Space, known: pd.DataFrame | None) -> pd.DataFrame | None:
@@ -558,5 +560,5 @@ def _result(
     diagnosis = diagnose(whole, evidence, predictions=made)
     plan = tuple(str(r["why"]) for r in journal.records if r.get("why") and r.get("record") != "end")
     finished = any(r.get("record") == "end" for r in journal.records) or not journal.records
-    held = tuple(judge(r, trials) for r in made)
-    return Investigation(diagnosis, whole, plan, held, ended, finished, warnings)
+    told = tuple(judge(r, trials) for r in made)
+    return Investigation(diagnosis, whole, plan, told, ended, finished, warnings)

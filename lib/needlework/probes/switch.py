@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from .bench.budget import Budget, Limits
 from .bench.journal import Journal
 from .bench.trial import Confirm, Stopped, Target
-from .investigate import Hands, written
+from .investigate import Hands, held, written
 from .screen import Space, Step
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def measure(
             entry = {"record": kind, "arm": arm, "why": why, "steps": [s.as_dict() for s in steps]}
         else:
             steps = [Step.from_dict(s) for s in entry["steps"]]
-        left = [s for s in steps if not _answered(journal, space, s)]
+        left = [s for s in steps if not held(journal, space, s)]
         if not left:
             return False
         budget = Budget(sum(s.requests for s in left), round(1.1 * sum(s.tokens for s in left)))
@@ -65,11 +65,6 @@ def measure(
         finally:
             hands.close()
         return True
-
-
-def _answered(journal: Journal, space: Space, step: Step) -> bool:
-    asks = [a for arm in step.arms for wave in step.waves(space, arm) for a in wave]
-    return all(journal.get(a.trial_id) is not None for a in asks)
 
 
 def _lost(journal: Journal, space: Space, step: Step, arm: str) -> bool | None:

@@ -31,7 +31,7 @@ def has_host_tier(endpoint: Endpoint) -> bool:
 def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) -> dict[str, Any]:
     """Digests of every transfer, page findings and places, in the form that `analysis.diagnose` takes.
 
-    Counters of failed transfers are left out: the battery's own aborts move them.
+    Counters of failed transfers are left out: the investigation's own aborts move them.
     """
     found: dict[str, Any] = {}
     if deployment.mode == "pd":
