@@ -132,7 +132,7 @@ assert not told or decisive["setting"].tolist() == ["disable_radix_cache"], "ano
 # %% [markdown]
 # *Decisive* means that such a difference can lose context, not that this one does. Here it is the prefix cache (SGLang's
 # radix cache): prefill has one, decode has none. In a pair that is normal, since only prefill computes prompts. Page size,
-# dtype, budget and chunk are the same on both sides. (The combined server is stopped and states nothing.)
+# dtype, budget and chunk are the same on both sides. (The combined server is stopped; its script states the same.)
 #
 # ## What the logs name
 #

@@ -235,6 +235,10 @@ def test_what_one_text_tells_is_replaced_in_all_others():
     assert redactor.report()["secret"] == {"values": 1, "places": 3}
 
 
+def test_a_common_folder_under_home_is_no_user():
+    assert redact("/home/data/models/x.json\nno data of models\n").endswith("no data of models\n")
+
+
 @pytest.mark.parametrize("word", ["default", "required", "changes", "12345678", "abort"])
 def test_a_word_that_a_log_says_for_another_reason_is_not_looked_for_again(word):
     assert redact(f"password={word}\nthe {word} value\n").endswith(f"the {word} value\n")

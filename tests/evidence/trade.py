@@ -249,6 +249,10 @@ echo ready | sudo tee /proc/sys/vm/drop_caches
 variable "replicas" { default = 2 }
 <input type="text" value="hello world">
 kind: Deployment
+labels: { llm-d.ai/role: decode, app.kubernetes.io/name: vllm }
+nvidia.com/gpu: 8
+image: ghcr.io/llm-d/llm-d:v0.3.1
+data and models stay words of a log
 - name: VLLM_NIXL_SIDE_CHANNEL_HOST
 valueFrom: { fieldRef: { fieldPath: status.podIP } }
 clave de la caché: prefijo

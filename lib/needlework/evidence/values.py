@@ -20,20 +20,22 @@ NOT_SECRET = re.compile(
 NOT_HOST = re.compile(
     r"[\d.]+|(?:self|cls|args|cfg|config|model|np|torch|os|sys|threading|needlework)\..*|(?:node|host)-(?:[a-z]|\d{1,2})"
 )
-PUBLIC_HOSTS = {
-    "github.com",
-    "huggingface.co",
-    "www.apache.org",
-    "docs.vllm.ai",
-    "docs.sglang.ai",
-    "docs.python.org",
-    "www.w3.org",
-}
+# Names that everybody's manifests, images and documents hold.
+PUBLIC_HOSTS = set(
+    """github.com huggingface.co www.apache.org docs.vllm.ai docs.sglang.ai docs.python.org www.w3.org pypi.org
+    pytorch.org download.pytorch.org nvidia.com developer.nvidia.com docs.nvidia.com nvcr.io ghcr.io quay.io docker.io
+    registry.k8s.io k8s.io kubernetes.io app.kubernetes.io networking.k8s.io storage.k8s.io
+    inference.networking.k8s.io kserve.io
+    inference.networking.x-k8s.io serving.kserve.io ray.io llm-d.ai vllm.ai ollama.com ollama.ai registry.ollama.ai
+    modelscope.cn lmsys.org sglang.ai""".split()  # noqa: SIM905
+)
+# No name of a person or a machine, whatever stands before it.
 COMMON_USERS = set(
     """root nobody daemon bin sys www-data systemd user users admin service ubuntu debian ec2-user localhost default
     guest test ollama vllm sglang ktransformers lmcache mooncake dynamo triton nvidia kserve llama llama-server ray
     llama-cpp docker prefill decode router combined server serve engine worker model models python none null true false
-    shared public""".split()  # noqa: SIM905
+    shared public data work tmp cache gpu app apps code home project projects workspace dev prod jovyan runner git www
+    logs checkpoints weights datasets main head node local""".split()  # noqa: SIM905
 )
 
 
