@@ -266,7 +266,7 @@ def graded(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[str | None, bool]]:
     from needlework.serving import Reply
 
     known: dict[tuple[Any, str], tuple[str | None, bool]] = {}
-    out = []
+    out: list[tuple[str | None, bool]] = []
     for expected, answer in pairs:
         wanted = tuple(map(str, expected)) if isinstance(expected, list | tuple) else (str(expected),)
         if not isinstance(answer, str) or expected is None or expected != expected or not any(wanted):

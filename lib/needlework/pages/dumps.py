@@ -183,7 +183,8 @@ def read(path: str | Path, limit_bytes: int = SIZE_LIMIT) -> list[Dump]:
         raise ValueError(f"{path.name} is empty")
     if size > limit_bytes:
         raise ValueError(
-            f"{path.name} has {size:,} bytes; at most {limit_bytes:,} are read: save the pages of one request and layer"
+            f"{path.name} has {size:,} bytes; at most {limit_bytes:,} are read (limit_bytes, --limit-mib): save the "
+            "pages of one request and layer"
         )
     match path.suffix:
         case ".safetensors":

@@ -173,7 +173,7 @@ def _shapes(rows, settled, raw, layout: Layout, page_tokens, live, facts: Marks,
     lawful = _share(facts, written)
     need = layout.page_bytes(page_tokens)
     if len(raw) > 2 and lawful[0] >= 0.9 and int((lawful[1:] < 0.9).sum()) >= 2:
-        stride = stride_of(raw.reshape(-1), layout, page_tokens)
+        stride = stride_of(raw.reshape(-1), layout, page_tokens) or 0
         for page in (~settled & (lawful < 0.9)).nonzero().flatten().tolist() if stride else ():
             apart = (
                 f"{stride:,} bytes apart, {need:,} were expected; this one lies {page * (stride - need):+,} bytes off"
