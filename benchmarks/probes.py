@@ -68,16 +68,20 @@ def answer(path: bytes, body: bytes) -> tuple[bytes, bytes]:
     asked_for = ASKED.findall(body)
     value = dict(FACT.findall(body)).get(asked_for[-1] if asked_for else b"", b"Hello.").decode()
     usage = {"prompt_tokens": TOKENS, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+    base = {"id": "chatcmpl-1", "created": 1, "model": "instant"}
     if b'"stream": true' in body or b'"stream":true' in body:
         parts = [
             {"choices": [{"index": 0, "delta": {"content": value}, "finish_reason": None}]},
             {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
             {"choices": [], "usage": usage},
         ]
-        events = b"".join(b"data: " + json.dumps(p | {"model": "instant"}).encode() + b"\n\n" for p in parts)
+        events = b"".join(
+            b"data: " + json.dumps(base | {"object": "chat.completion.chunk"} | p).encode() + b"\n\n" for p in parts
+        )
         return b"text/event-stream", events + b"data: [DONE]\n\n"
     choice = {"index": 0, "message": {"role": "assistant", "content": value}, "finish_reason": "stop"}
-    return b"application/json", json.dumps({"model": "instant", "choices": [choice], "usage": usage}).encode()
+    whole = base | {"object": "chat.completion", "choices": [choice], "usage": usage}
+    return b"application/json", json.dumps(whole).encode()
 
 
 def serve(port: int) -> None:
@@ -173,14 +177,16 @@ def lm_eval(python: str, url: str, trials: int, in_flight: int, texts: list[str]
     return f"{float(found[1]):.0f}" if found else f"failed: {said.stderr.strip().splitlines()[-1][:80]}"
 
 
-def aiperf(command: str, url: str, trials: int, in_flight: int) -> str:
+def aiperf(command: str, tokenizer: str, url: str, trials: int, in_flight: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         words = [command, "profile", "--model", "instant", "--url", url, "--endpoint-type", "chat", "--streaming",
                  "--concurrency", str(in_flight), "--request-count", str(trials), "--isl", str(TOKENS), "--osl", "2",
-                 "--tokenizer", "builtin", "--ui", "none", "--artifact-dir", folder]  # fmt: skip
+                 "--tokenizer", tokenizer, "--ui", "none", "--artifact-dir", folder]  # fmt: skip
         said = subprocess.run(words, capture_output=True, text=True, timeout=600)
-        found = re.search(r"Request Throughput[^\d]*([\d.,]+)", said.stdout + said.stderr)
-    return found[1] if found else f"failed: {(said.stderr or said.stdout).strip().splitlines()[-1][:80]}"
+        report = Path(folder) / "profile_export_aiperf.json"
+        if report.is_file():
+            return f"{json.loads(report.read_text())['request_throughput']['avg']:.0f}"
+    return f"failed: {(said.stderr or said.stdout).strip().splitlines()[-1][:80]}"
 
 
 def main() -> int:
@@ -189,6 +195,7 @@ def main() -> int:
     parser.add_argument("--in-flight", default="1,16,64,256")
     parser.add_argument("--lm-eval", metavar="PYTHON")
     parser.add_argument("--aiperf", metavar="COMMAND", default=shutil.which("aiperf"))
+    parser.add_argument("--tokenizer", metavar="DIR", default="builtin", help="of aiperf, where it cannot download one")
     args = parser.parse_args()
     rates = []
     with instant_server() as url, tempfile.TemporaryDirectory() as folder:
@@ -205,7 +212,7 @@ def main() -> int:
             if args.lm_eval:
                 line += f", lm-eval {lm_eval(args.lm_eval, url, args.trials, size, texts)}"
             if args.aiperf:
-                line += f", aiperf {aiperf(args.aiperf, url, args.trials, size)}"
+                line += f", aiperf {aiperf(args.aiperf, args.tokenizer, url, args.trials, size)}"
             print(line, flush=True)
     spec = PromptSpec(128_000, 0.5, seed=12345)
     started = time.perf_counter()

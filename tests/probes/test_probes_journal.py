@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,20 @@ def test_malformed_line_in_the_middle_is_named_and_nothing_changes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "manifest", ["[1]", '"x"', '{"schema":"2"}', '{"schema":null}', "[" * 100_000, "", '{"schema":9}']
+    "manifest",
+    [
+        "[1]",
+        '"x"',
+        '{"schema":"2"}',
+        '{"targets":5}',
+        '{"targets":{"single":5}}',
+        '{"state":[]}',
+        '{"parameters":"x"}',
+        '{"schema":null}',
+        "[" * 100_000,
+        "",
+        '{"schema":9}',
+    ],
 )
 def test_a_manifest_that_is_none_is_one_sentence_and_the_folder_stays_free(tmp_path, manifest):
     (tmp_path / "trials.jsonl").write_text(json.dumps(row(1)) + "\n")
@@ -122,12 +136,26 @@ def test_a_row_that_names_no_trial_is_not_dropped_in_silence(tmp_path, line):
 
 @pytest.mark.parametrize(
     ("column", "value", "said"),
-    [("outcome", 3, "text"), ("target_tokens", [1], "a number"), ("depth", True, "a number"), ("label", 3, "text")],
+    [
+        ("outcome", 3, "text"),
+        ("target_tokens", [1], "a number"),
+        ("depth", True, "a number"),
+        ("label", 3, "text"),
+        ("time", 1.5, "text"),
+        ("http_status", "500", "a number"),
+    ],
 )
 def test_a_column_of_another_kind_is_named(tmp_path, column, value, said):
     (tmp_path / "trials.jsonl").write_text(f"{json.dumps(row(1))}\n{json.dumps(row(2) | {column: value})}\n")
     with pytest.raises(ValueError, match=f"trials.jsonl line 2: {column} is not {said}; mend or remove"):
         Recorded(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["trials.jsonl", "counts.jsonl", "plan.jsonl"])
+def test_a_pipe_in_a_file_s_place_is_refused_at_once(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name} is no file that can be read"):
+        Journal(tmp_path)
 
 
 def test_a_torn_end_stays_when_the_other_file_is_refused(tmp_path):
