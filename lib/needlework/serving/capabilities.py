@@ -114,14 +114,15 @@ async def discover(endpoint: Endpoint) -> Capabilities:
     notes: list[str] = []
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
-    source = await cached_source(endpoint, notes)
-    salt = await accepted_salt(endpoint, source, notes)
+    window = _length(card, info, marks) or gauges.context_length(metrics_text, model)
+    source = await cached_source(endpoint, notes, window)
+    salt = await accepted_salt(endpoint, source, notes, window)
     thinking, thinks = await _thinking(endpoint, hello, first)
     engine = _engine(marks, metrics_text)
     found = Capabilities(
         engine=engine,
         model=model,
-        max_model_len=_length(card, info, marks) or gauges.context_length(metrics_text, model),
+        max_model_len=window,
         tokenize=form,
         tokenize_path=path,
         usage=first.prompt_tokens is not None,
@@ -255,14 +256,14 @@ async def _thinking(endpoint: Endpoint, hello: list[Message], first: Reply) -> t
 # ---- prefix caches: who tells what came out of one, and how a prompt is made cold ----
 
 
-async def cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
+async def cached_source(endpoint: Endpoint, notes: list[str], window: int | None = None) -> str | None:
     """Who tells the truth on cached tokens: "usage", "counter", or nobody.
 
     A text that was never sent cannot be cached. The decode server of a pair reports it as cached all the same, because
     its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
     server that computes prompts can tell.
     """
-    fresh = _lamps(secrets.token_hex(8))
+    fresh = _lamps(secrets.token_hex(8), window)
     reply = await attempt(endpoint.chat(fresh, max_tokens=1))
     if reply is not None and reply.cached_tokens is None:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
         again = await attempt(endpoint.chat(fresh, max_tokens=1))
@@ -282,15 +283,18 @@ async def cached_source(endpoint: Endpoint, notes: list[str]) -> str | None:
     return None
 
 
-async def accepted_salt(endpoint: Endpoint, source: str | None, notes: list[str]) -> str | None:
+async def accepted_salt(
+    endpoint: Endpoint, source: str | None, notes: list[str], window: int | None = None
+) -> str | None:
     """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
     if source is None:
         return None
-    text, send = _lamps("twice"), counted if source == "counter" else Endpoint.chat
+    text, send = _lamps("twice", window), counted if source == "counter" else Endpoint.chat
     await attempt(send(endpoint, text, max_tokens=1))
     again = await attempt(send(endpoint, text, max_tokens=1))
     if again is None or not again.cached_tokens:
-        notes.append("a repeated prompt had no cached tokens: the prefix cache seems to be off")
+        size = f"of {again.prompt_tokens:,} tokens " if again is not None and again.prompt_tokens else ""
+        notes.append(f"a repeated prompt {size}had no cached tokens: the prefix cache is off, or its pages are longer")
         return None
     for name in SALTS:
         # a salt used in an earlier probe would be warm already
@@ -302,6 +306,9 @@ async def accepted_salt(endpoint: Endpoint, source: str | None, notes: list[str]
     return None
 
 
-def _lamps(first: str) -> list[Message]:
-    """A text that fills some pages of any prefix cache; `first` makes it another one."""
-    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * 120}]
+def _lamps(first: str, window: int | None) -> list[Message]:
+    """A text of about 2,000 tokens, which fills a page of any prefix cache, or of half the window; `first` makes it
+    another one.
+    """
+    times = 240 if window is None or window >= 4096 else max(10, window // 18)
+    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * times}]
