@@ -26,6 +26,7 @@ from needlework.analysis.predictions import Judged
 FEW = 24  # measured trials below which nothing is named, and predictions below which nothing is strong
 MOST = 4  # classes that may share a verdict; more are no name
 CLEAR, LIKELY = 0.9, 0.8
+ENOUGH = 8  # losses inside a law before it is more than weak evidence
 SEVERAL, SHARE = 3, 0.1  # answers or failures that make a finding, and their share of what is asked
 WHOLE = 0.05  # a loss rate that no strong "healthy" leaves open anywhere
 
@@ -236,7 +237,7 @@ def _verdict(d: Diagnosis, found: Fit, c: pd.DataFrame, alarm: bool) -> Diagnosi
     law = d.laws[0] if d.laws else None
     if d.measured < FEW or law is None or healthy > 1 - LIKELY or law.name in ("unexplained", "arms"):
         return d
-    enough = law.share >= CLEAR and graded_lost >= 6
+    enough = law.share >= CLEAR and law.inside[0] >= ENOUGH
     wide, narrow = _group(classes, CLEAR), _group(classes, LIKELY)
     group = wide if enough and wide else narrow
     if group is None:

@@ -261,10 +261,11 @@ def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> 
         return 0.0
     m, ratio = mechanisms.MECHANISMS[code], 0.0
     answers = h.kinds[1 : KIND_INDEX["unknown"]]
-    if answers.any() and m.answers:  # one kind of those listed is typical of a case, as if two had been seen before
+    if answers.any() and m.answers:  # every second case shows one of the listed kinds, as if two had been seen before
         plain = np.full(len(answers), DIRICHLET)
         each = [_dirichlet(answers, plain + 2 * (np.arange(len(answers)) == KIND_INDEX[k] - 1)) for k in m.answers]
-        ratio += _lse(each) - math.log(len(each)) - _dirichlet(answers, plain)
+        listed = _lse(each) - math.log(len(each)) - _dirichlet(answers, plain)
+        ratio += float(np.logaddexp(listed, 0.0)) - math.log(2)
     places = _places(m.at, known)
     if places and h.family in ("length", "place", "left", "suffix"):  # one case in ten has its edge at the size
         x = c[h.family][np.isfinite(c[h.family])]
