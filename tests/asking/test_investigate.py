@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
-import needlework.analysis as analysis
-import prototype_laws
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework.analysis.predictions import judge
@@ -21,27 +17,6 @@ from needlework.serving import Endpoint
 from simulate import course, judged
 
 
-@dataclass(frozen=True)
-class Found:
-    law: str
-    foretold: int
-
-    def __str__(self) -> str:
-        return self.law
-
-
-@pytest.fixture(autouse=True)
-def few_laws(monkeypatch):
-    monkeypatch.setitem(sys.modules, "needlework.analysis.laws", prototype_laws)
-    monkeypatch.setattr(analysis, "laws", prototype_laws, raising=False)
-
-    def diagnose(trials, evidence=None, *, predictions=None):
-        fit = prototype_laws.fit(prototype_laws.conditions(trials))
-        return Found(next(iter(fit.shares)), len(predictions or ()))
-
-    monkeypatch.setattr(analysis, "diagnose", diagnose, raising=False)
-
-
 def beyond_3000(n, place, cached, ordinal):
     return n > 3000
 
@@ -50,7 +25,7 @@ def test_an_edge_is_found_foretold_and_read_back(tmp_path):
     with mock_endpoint(lose=beyond_3000) as mock:
         endpoint = Endpoint(mock.base_url)
         found = investigate(endpoint, tmp_path / "run", window=8192, requests=160)
-        assert found.diagnosis.law == "length above" and found.finished and found.diagnosis.foretold
+        assert found.diagnosis.laws[0].name == "length" and found.finished and found.diagnosis.predictions.passed
         assert found.predictions[-1].passed and found.predictions[-1].as_predicted >= 22
         assert len(found.trials) <= 160 and found.trials["prompt_tokens"].astype(int).mod(64).nunique() > 24
         sent = len(mock.chats)
@@ -96,7 +71,7 @@ def test_arms_get_the_same_bytes_and_a_folder_of_other_arms_is_refused(tmp_path)
     with mock_endpoint() as whole, mock_endpoint(lose=beyond_3000) as split:
         arms = {"combined": Endpoint(whole.base_url), "pd": Endpoint(split.base_url)}
         found = investigate(arms, tmp_path / "run", window=8192, requests=160)
-        assert found.diagnosis.law == "pd only: length above"
+        assert found.diagnosis.laws[0].name == "arm=pd: length"
         both = found.trials[found.trials["label"] == "plain"].groupby("seed")["prompt_sha"].agg(["nunique", "count"])
         assert (both["nunique"] == 1).all() and (both["count"] == 2).sum() >= 6
         with pytest.raises(ValueError, match="an investigation of combined, pd with seed 0; go on with that"):
@@ -138,9 +113,9 @@ def test_a_law_that_foretells_wrongly_is_refuted():
 
 
 @pytest.mark.parametrize("name", ["place 4096", "warm 2048", "pd last chunk 8192", "from 100 on"])
-def test_a_planted_law_is_found_in_a_hundred_requests(name):
+def test_a_planted_law_is_found_and_foretells(name):
     right, sure, requests, law, _, ended = judged(name, 1001)
-    assert right and sure and requests <= 150, (law, requests, ended)
+    assert right and sure and requests <= 200, (law, requests, ended)
 
 
 def test_healthy_ends_when_every_condition_is_bounded():
