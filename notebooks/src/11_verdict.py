@@ -8,7 +8,7 @@
 #
 # **You will learn**: why a verdict names what it did not measure, and what "strong evidence" from outside cannot prove.
 #
-# **You need**: nothing for the recorded incident. With a live target the notebook measures a small battery first.
+# **You need**: nothing for the recorded incident. With a live target the notebook investigates it first.
 
 # %% [markdown]
 # ## Start
@@ -25,8 +25,8 @@ start = workbook.start("Reach a verdict")
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
 target = "recorded"  # every recorded run; or lab:combined,pd:healthy, http://…, a=http://…,b=http://…
-lengths = (1024, 2560, 3584, 6144)  # prompt tokens, for a live target
-depths = (0.1, 0.3, 0.6, 0.9)
+requests = 160  # at most, to a live target
+window = 8192  # longest prompt in tokens, for a live target
 constants = {}  # what the deployment does not tell of itself, such as {"topk": 512, "ratio": 4}
 ledger_file = ""  # keep the ledger here, such as data/incidents/NAME/ledger.json
 seed = 0
@@ -46,30 +46,19 @@ print(symptom)
 # share counts once.
 
 
-# %%
-def measure(opened) -> list:
-    """Identical prompts on two arms; with one arm alone a grid, and cold against warm."""
-    same = {"lengths": lengths, "seed": seed}
-    if len(opened.arms) == 2:
-        return [probes.compare_arms(opened.arms, depths=depths, repeats=1, cache=("cold", "warm"), **same)]
-    (arm,) = opened.arms
-    return [
-        probes.recall(opened.first, depths=depths, arm=arm, **same),
-        probes.warm_cold(opened.first, repeats=2, depth=depths[-1], arm=arm, **same),
-    ]
-
-
 # %% [markdown]
-# One arm alone can show that something is lost and where; only two tell whether the split has a part in it. A live target
-# gets a small battery here. The whole one, with which the diagnosis is calibrated, is one command:
-# `needlework diagnose combined=http://…,pd=http://… --run FOLDER`.
+# One arm alone can show that something is lost and where; only two tell whether the split has a part in it. A live target is
+# investigated: a screen at random over all lengths, places and states, then the prompts that tell most, and last, fresh
+# prompts whose answers were foretold. `needlework diagnose combined=http://…,pd=http://… --run FOLDER` does the same.
 
 # %%
+foretold = []
 if live:
     with workbook.open_target(target, incident=bundle) as opened:
-        workbook.need(len(opened.arms) <= 2, "this notebook measures one arm or compares two; name fewer")
-        stated, results = workbook.deployed(bundle, opened), measure(opened)
-    tables = [result.trials for result in results]
+        stated = workbook.deployed(bundle, opened)
+        config = {**stated.config, **constants}
+        found = probes.investigate(opened.arms, requests=requests, window=window, stated=config, seed=seed)
+    tables, foretold = [found.trials], found.records
 else:
     stated, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
 workbook.need(tables, "no run is recorded for this incident; set the target to a live one")
@@ -108,7 +97,7 @@ workbook.tables.table(stated.table(), "What the deployment says of itself")
 # checkpoint) are ranked with the faults.
 
 # %%
-diagnosis = analysis.diagnose(trials, {"config": geometry})
+diagnosis = analysis.diagnose(trials, {"config": geometry}, predictions=foretold)
 diagnosis
 
 # %% [markdown]

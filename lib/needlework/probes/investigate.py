@@ -353,6 +353,7 @@ class Investigation:
     ended: str
     finished: bool
     warnings: tuple[str, ...] = ()
+    records: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)  # predictions as they were written down
 
     def __str__(self) -> str:
         state = f"Ended: {self.ended}." if self.finished else f"UNFINISHED: {self.ended}; the same command goes on."
@@ -561,4 +562,4 @@ def _result(
     plan = tuple(str(r["why"]) for r in journal.records if r.get("why") and r.get("record") != "end")
     finished = any(r.get("record") == "end" for r in journal.records) or not journal.records
     told = tuple(judge(r, trials) for r in made)
-    return Investigation(diagnosis, whole, plan, told, ended, finished, warnings)
+    return Investigation(diagnosis, whole, plan, told, ended, finished, warnings, tuple(made))
