@@ -31,9 +31,6 @@ start = workbook.start("Check the scores that decide what is read")
 candidate = "triton"  # a name from the table below, or "path/to/your_kernel.py:function"
 sweep_tokens = [1024, 4096, 16384, 65536, 262144]  # four tokens share one index key
 
-# %%
-kernel = kernel_figures.under_test(candidate, "indexer_logits")
-
 # %% [markdown]
 # ## How far from exact?
 #
@@ -42,12 +39,11 @@ kernel = kernel_figures.under_test(candidate, "indexer_logits")
 # magnitude; *negative* weights turn every score round. The *norm error* is the length of the difference over the length of the
 # right result, each taken as one long vector.
 
-# %%
+# %% tags=["hide-input"]
+kernel = kernel_figures.under_test(candidate, "indexer_logits")
 errors, setting = kernel_figures.recorded_accuracy("indexer_logits")
 limit = LIMITS["logits"].norm
 print(setting)
-
-# %% tags=["hide-input"]
 if len(errors):
     workbook.figures.show(
         kernel_figures.accuracy(errors, {"dsa-index-fp8": limit}),
@@ -152,8 +148,6 @@ assert seen.tolist() == [0, 0, 1, 1, 1, 2, 625, 1000]
 # %%
 result = check(candidate, "indexer_logits", size="small", device="cpu")
 print(result)
-
-# %%
 shown = result.table[["case", "status", "norm_error", "worst"]]
 workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": workbook.tables.power})
 
@@ -187,7 +181,7 @@ if lengths["norm_error"].notna().any():
         f"kernel under test, which is {growth}; the limit is drawn",
     )
 
-# %%
+# %% tags=["hide-input"]
 ranks = lengths.pivot(index="keys", columns="kernel", values="rank")
 moved = ranks[ranks.nunique(axis=1) > 1]
 print(

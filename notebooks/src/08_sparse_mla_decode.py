@@ -29,10 +29,6 @@ candidate = "triton"  # a name, or "path/to/your_kernel.py:function"
 merger = "triton"
 sweep_tokens = [1024, 4096, 16384, 65536, 262144]
 
-# %%
-kernel = kernel_figures.under_test(candidate, "sparse_mla_decode")
-merge = kernel_figures.under_test(merger, "merge_partials")
-
 # %% [markdown]
 # ## How far from exact?
 #
@@ -40,12 +36,13 @@ merge = kernel_figures.under_test(merger, "merge_partials")
 # entries. *Peaked*: one entry takes nearly all of the softmax; *equal*: all entries are the same; *outlier*: every tile has its
 # own magnitude; *large*: scores far past the range of exp.
 
-# %%
+# %% tags=["hide-input"]
+kernel, merge = (
+    kernel_figures.under_test(*pair) for pair in ((candidate, "sparse_mla_decode"), (merger, "merge_partials"))
+)
 errors, setting = kernel_figures.recorded_accuracy("sparse_mla_decode")
 limits = {"v4-mla-fp8": LIMITS["attention"].norm, "v32-mla-fp8": LIMITS["attention-v32"].norm}
 print(setting)
-
-# %% tags=["hide-input"]
 if len(errors):
     workbook.figures.show(
         kernel_figures.accuracy(errors, limits),
@@ -127,16 +124,13 @@ assert float((by_hand - value[0, :448]).abs().max()) < 0.15
 # %%
 result = check(candidate, "sparse_mla_decode", size="small", device="cpu")
 print(result)
-
-# %%
 shown = result.table[["case", "status", "norm_error", "worst"]]
 workbook.tables.table(shown, f"{result.candidate} against the reference", formats={"norm_error": workbook.tables.power})
 
 # %% [markdown]
 # A layout that a kernel does not claim to read may be refused, and is listed as such. (The answer: NaN in every channel, because
 # $0 \cdot \mathrm{NaN}$ is NaN.)
-
-# %% [markdown]
+#
 # ### Every other kernel
 #
 # `sglang-sm120-triton` is the very file the incident's kernels were copied from. Where it is installed it runs here in the interpreter, on few heads.
@@ -167,12 +161,10 @@ for parts in (1, 2, 3, 8, 33, 64):
         print(f"{merger} raises at {parts} parts: {type(error).__name__}: {error}"[:200])
         rows.append((parts, float("nan"), float("nan")))
 split = pd.DataFrame(rows, columns=["parts", "output, norm error", "log-sum-exp, largest error"])
-workbook.tables.table(split, "Parts do not matter", formats=dict.fromkeys(split.columns[1:], "{:.1e}"))
-
-# %%
 merged = check(merger, "merge_partials", size="small", device="cpu")
 alike = bool((split.iloc[:, 1:] < 1e-4).all(axis=None))
 print(f"Over 1 to 64 parts the merged result is {'the same to 1e-4' if alike else 'NOT the same'}. {merged}")
+workbook.tables.table(split, "One softmax, cut into parts", formats=dict.fromkeys(split.columns[1:], "{:.1e}"))
 
 # %% [markdown]
 # ### Three conventions of one number
@@ -197,8 +189,7 @@ assert cost > 0.02 and cost_log2 > 0.02
 
 # %% [markdown]
 # Neither crashes, neither gives NaN, and both shift every output by more than two percent.
-
-# %% [markdown]
+#
 # ## Exercise: break it and watch
 #
 # This kernel reads a hole as slot 0 and gives it weight zero *afterwards*. Guess which cases see it. Then let holes read slot 70
@@ -257,8 +248,7 @@ assert (reach["worst rank"] <= 512).all() or sweep_tokens != [1024, 4096, 16384,
 
 # %% [markdown]
 # Decode always reads at most 512 entries. Only selection sees the length.
-
-# %% [markdown]
+#
 # ## What was recorded on a GPU
 #
 # In the first table *ours/this* below 1 means that our twin is faster, *bar* is the ratio that was aimed at, and *of copy* the
@@ -286,14 +276,14 @@ workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay 
 # eighth of what a multiprocessor holds) issue in a fifth of the cycles and mostly wait for entries to arrive; all 255 registers
 # are taken, and one instruction in sixteen moves a register out of the way and back. FlashMLA's third group of warps fetches and
 # converts while the other two multiply, and waits at barriers instead.
+#
+# The second table is the same call with one part left out or written otherwise. No part alone costs more than 12 percent. What helped
+# follows from the counters: smaller blocks leave room to fetch the next one while this one is multiplied, once its slots are read
+# one block ahead.
 
 # %%
 counters = kernel_figures.recorded_counters("v32")
 workbook.tables.table(counters, "Recorded: hardware counters, V3.2 decode, 64 rows of 2,048 entries")
-
-# %% [markdown]
-# The same call with one part left out or written otherwise. No part alone costs more than 12 percent. What helped follows from the
-# counters: smaller blocks leave room to fetch the next one while this one is multiplied, once its slots are read one block ahead.
 
 # %%
 changed = kernel_figures.recorded_ablation("v32")

@@ -83,6 +83,7 @@ def test_skeleton(name: str) -> None:
 
 def test_not_too_many_cells_and_enough_text(name: str) -> None:
     nb = twin(name)
+    nb.cells = [c for c in nb.cells if "remove-cell" not in c.metadata.get("tags", ())]  # nobody is shown these
     assert len(nb.cells) <= 40, "split it"
     told = [
         c for c in cells(nb, "code")[2:] if not c.source.startswith("assert ")

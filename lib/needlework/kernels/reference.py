@@ -496,13 +496,6 @@ def mhc_leave(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> T
     return (post[:, :, None] * output.to(post.dtype)[:, None] + mixed).to(residual.dtype)
 
 
-def mhc_head(
-    residual: Tensor, weight: Tensor, scale: Tensor, bias: Tensor, *, gemm: str = "float32", eps: float = EPS
-) -> Tensor:
-    """The streams as one before the output head: weight [4, 4 * hidden], scale [1], bias [4] -> [T, hidden]."""
-    return mhc_enter(residual, torch.sigmoid(mhc_project(residual, weight, gemm=gemm, eps=eps) * scale + bias) + eps)
-
-
 def mhc_weights(
     residual: Tensor,
     weight: Tensor,
@@ -517,8 +510,8 @@ def mhc_weights(
 
 
 # ---- the expert router -----------------------------------------------------------------------------------------------
-# Square root of softplus, a bias that only selects, hash layers that do not score (official V4 script; sglang 0.5.23
-# `srt/layers/moe/hash_topk.py`; vllm 0.33.0 `router/fused_topk_bias_router.py`).
+# Square root of softplus, and a bias that only selects (official V4 script; vllm 0.33.0
+# `router/fused_topk_bias_router.py`). The hash layers before it choose by token id alone and are weighed the same way.
 def router_scores(logits: Tensor) -> Tensor:
     """sqrt(softplus(logits)), softplus = max(x, 0) + log1p(exp(-|x|)): [T, E] in the logits' dtype (float32 at
     least)."""
@@ -536,21 +529,8 @@ def router_topk(
     """
     scores = router_scores(logits)
     ids = torch.topk(scores + bias, k, dim=-1).indices
-    return ids, _router_weights(scores, ids, scaling, scaling_dtype)
-
-
-def router_hash(
-    logits: Tensor, token_ids: Tensor, table: Tensor, *, scaling: float = 1.5, scaling_dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """The first layers' router: experts from the token id alone (table int32 [vocab, k]), weights still from the
-    scores."""
-    ids = table[token_ids.long()].long()
-    return ids, _router_weights(router_scores(logits), ids, scaling, scaling_dtype)
-
-
-def _router_weights(scores: Tensor, ids: Tensor, scaling: float, scaling_dtype: torch.dtype | None) -> Tensor:
     picked = scores.gather(-1, ids)
     weights = picked / picked.sum(dim=-1, keepdim=True)
     if scaling_dtype is None:
-        return weights * scaling
-    return (weights.to(scaling_dtype) * torch.tensor(scaling, dtype=scaling_dtype)).to(scores.dtype)
+        return ids, weights * scaling
+    return ids, (weights.to(scaling_dtype) * torch.tensor(scaling, dtype=scaling_dtype)).to(scores.dtype)

@@ -29,7 +29,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from needlework.kernels import reference
 from needlework.kernels.candidates import public
 
 Function = Callable[..., Any]
@@ -57,22 +56,22 @@ def load(spec: str) -> Candidate:
     A named kernel whose package is not installed gives a candidate that says so (`missing`). Raises ValueError for an
     unknown name, a file or function that is not there, or a file that does not import.
     """
-    if spec in BUILDERS:
-        return BUILDERS[spec]()
+    if spec in names():
+        return _named(spec)
     path, colon, name = spec.rpartition(":")
     if colon and path.endswith(".py"):
         return _from_file(Path(path), name)
-    raise ValueError(f"unknown candidate {spec[:80]!r}: give one of {', '.join(BUILDERS)}, or path/to/file.py:function")
+    raise ValueError(f"unknown candidate {spec[:80]!r}: give one of {', '.join(names())}, or path/to/file.py:function")
 
 
 def names() -> tuple[str, ...]:
     """The named candidates, here or not."""
-    return tuple(BUILDERS)
+    return ("reference", "triton", *public.PUBLIC)
 
 
 def available(operation: str) -> list[Candidate]:
     """Every named candidate for an operation, those that are not here included (their `missing` says why)."""
-    built = [build() for build in BUILDERS.values()]
+    built = [_named(name) for name in names()]
     return [c for c in built if operation in c.functions or (c.missing and operation in c.note)]
 
 
@@ -104,38 +103,24 @@ def load_file(path: Path) -> ModuleType:
     return module
 
 
-def _reference() -> Candidate:
-    from needlework.kernels.check.operations import OPERATIONS
-
-    return Candidate("reference", {name: op.reference for name, op in OPERATIONS.items()}, note="plain torch")
-
-
-def _twins() -> Candidate:
-    try:
-        from needlework.kernels import triton as twins
-    except ImportError as error:
-        return Candidate("triton", {}, missing=f"not here: {error}", note=", ".join(TWINS))
-    return Candidate("triton", {name: getattr(twins, name) for name in TWINS}, note=twins.where())
-
-
 TWINS = ("store_index_keys", "indexer_logits", "select_topk", "sparse_mla_decode", "merge_partials")
 
 
-def _public(name: str) -> Callable[[], Candidate]:
-    def build() -> Candidate:
-        entry = public.PUBLIC[name]
-        missing = entry.missing()
-        functions = {} if missing else {entry.operation: entry.build(load_file)}
-        return Candidate(name, functions, missing, entry.needs_cuda, f"{entry.operation}: {entry.source}")
+def _named(name: str) -> Candidate:
+    if name == "reference":
+        from needlework.kernels.check.operations import OPERATIONS
 
-    return build
-
-
-BUILDERS: dict[str, Callable[[], Candidate]] = {
-    "reference": _reference,
-    "triton": _twins,
-    **{name: _public(name) for name in public.PUBLIC},
-}
+        return Candidate(name, {op.name: op.reference for op in OPERATIONS.values()}, note="plain torch")
+    if name == "triton":
+        try:
+            from needlework.kernels import triton as twins
+        except ImportError as error:
+            return Candidate(name, {}, missing=f"not here: {error}", note=", ".join(TWINS))
+        return Candidate(name, {twin: getattr(twins, twin) for twin in TWINS}, note=twins.where())
+    entry = public.PUBLIC[name]
+    missing = entry.missing()
+    functions = {} if missing else {entry.operation: entry.build(load_file)}
+    return Candidate(name, functions, missing, entry.needs_cuda, f"{entry.operation}: {entry.source}")
 
 
 def launched(function: Function) -> list[Any]:
@@ -150,14 +135,4 @@ def adapter_example() -> str:
     return text[text.index("    import torch") : text.index("The arguments are")].rstrip()
 
 
-__all__ = [
-    "BUILDERS",
-    "Candidate",
-    "adapter_example",
-    "available",
-    "launched",
-    "load",
-    "load_file",
-    "names",
-    "reference",
-]
+__all__ = ["Candidate", "adapter_example", "available", "launched", "load", "load_file", "names"]
