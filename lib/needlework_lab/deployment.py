@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from needlework_lab.deployed import Deployed, call
+from needlework_lab.servers import Servers, call
 
 
 class LabError(RuntimeError):
@@ -17,8 +17,8 @@ class LabError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Deployment(Deployed):
-    """A running deployment in a box; see `Deployed` for its addresses."""
+class Deployment(Servers):
+    """A running deployment in a box; see `Servers` for its addresses."""
 
     geometry: str
     faults: tuple[str, ...]

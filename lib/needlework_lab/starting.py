@@ -21,9 +21,9 @@ from typing import Any
 
 from needlework.processes import Child, stop
 
-from needlework_lab.deployed import call
 from needlework_lab.deployment import Deployment, LabError
 from needlework_lab.processes import LOOPBACK, free_port, listening_socket
+from needlework_lab.servers import call
 
 MODES = ("combined", "pd")
 ROUTERS = ("sglang", "mini")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from needlework.evidence.incidents import Incident
+from needlework.evidence import Bundle
 from needlework.serving import Endpoint
 from needlework.serving.scrub import plain
 from needlework.serving.target import Arms, Target, TargetError
@@ -57,7 +57,7 @@ def parse_lab(spec: str, incident_faults: tuple[str, ...] = ()) -> LabPlan:
     return LabPlan(arms, tuple(incident_faults if faults is None else faults), options)
 
 
-def lab(stack: contextlib.ExitStack, spec: str, bundle: Incident | None) -> Target:
+def lab(stack: contextlib.ExitStack, spec: str, bundle: Bundle | None) -> Target:
     settings = bundle.settings.get("lab", {}) if bundle else {}
     plan = parse_lab(spec, tuple(settings.get("faults", ())))
     options = {**{k: v for k, v in settings.items() if k in ("geometry", "seed")}, **plan.options}
@@ -86,7 +86,7 @@ def _endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
     return Endpoint(deployment.base_url, tokenizer_url=tokenizer_url, repeatable=True)
 
 
-def engine(stack: contextlib.ExitStack, spec: str, _: Incident | None) -> Target:
+def engine(stack: contextlib.ExitStack, spec: str, _: Bundle | None) -> Target:
     if (why := vllm.missing()) is not None:
         raise TargetError(f"{why}; or use lab, a URL, or recorded:<run>")
     names = tuple(dict.fromkeys(spec.split(":", 1)[1].split(","))) if ":" in spec else vllm.MODES

@@ -26,8 +26,8 @@ from typing import Any
 
 from needlework.processes import Child, stop
 
-from needlework_lab.deployed import Deployed, call
 from needlework_lab.processes import LOOPBACK, free_port
+from needlework_lab.servers import Servers, call
 
 MODES = ("combined", "pd")
 MODEL_NAME = "smollm2-135m-instruct"
@@ -59,8 +59,8 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Engine(Deployed):
-    """A running engine; see `Deployed` for its addresses. The decode server, asked directly, computes the prompt
+class Engine(Servers):
+    """A running engine; see `Servers` for its addresses. The decode server, asked directly, computes the prompt
     itself, as a combined server does.
     """
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
-from needlework.evidence import incidents
+from needlework.evidence import Bundle, incidents
 from needlework.processes import output_of
 from needlework.serving import target
 from needlework.serving.scrub import plain
@@ -102,9 +102,7 @@ def _subtitle(plan: runner.Plan, notebooks: Sequence[tuple[str, NotebookNode]], 
     return f"{when}; what is marked recorded belongs to incident {plan.incident}, not to this deployment"
 
 
-def _summary(
-    notebooks: Sequence[tuple[str, NotebookNode]], bundle: incidents.Incident | None
-) -> verdict.Summary | None:
+def _summary(notebooks: Sequence[tuple[str, NotebookNode]], bundle: Bundle | None) -> verdict.Summary | None:
     """The verdict notebook's own result (the last one displayed), else what the incident's ledger holds."""
     for _, nb in reversed(notebooks):
         for cell in reversed(nb.cells):

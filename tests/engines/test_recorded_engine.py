@@ -26,7 +26,7 @@ def recorded(notebook: str) -> probes.Recorded:
 def test_the_bundle_is_sealed_small_and_names_no_machine():
     bundle = Bundle(BUNDLE)
     assert bundle.problems() == []
-    assert [run.name for run in bundle.runs] == ["03_recall_vs_length", "10_pd_vs_combined"]
+    assert bundle.run_names == ["03_recall_vs_length", "10_pd_vs_combined"]
     assert sum(path.stat().st_size for path in bundle.files()) < 1e6
     for path in bundle.files():
         text = path.read_text(encoding="utf-8", errors="replace")

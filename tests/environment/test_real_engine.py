@@ -24,7 +24,7 @@ def dump(name: str) -> pages.Dump:
 def test_the_bundle_is_sealed_small_and_complete():
     bundle = Bundle(BUNDLE)
     assert bundle.problems() == []
-    assert [run.name for run in bundle.runs] == ["equality", "faults", "power"]
+    assert bundle.run_names == ["equality", "faults", "power"]
     assert sum(path.stat().st_size for path in bundle.files()) < 3.2e6
 
 

@@ -35,7 +35,7 @@ def test_a_sealed_bundle_has_no_problem_and_survives_the_zip(tmp_path):
     first = bundle.zip(tmp_path / "one.zip").read_bytes()
     assert bundle.zip(tmp_path / "two.zip").read_bytes() == first
     back = unzip(tmp_path / "one.zip", tmp_path / "elsewhere")
-    assert back.problems() == [] and back.digests() == bundle.digests() and [run.name for run in back.runs] == ["a"]
+    assert back.problems() == [] and back.digests() == bundle.digests() and back.run_names == ["a"]
     with pytest.raises(ValueError, match="already exists"):
         unzip(tmp_path / "one.zip", tmp_path / "elsewhere")
 
@@ -57,8 +57,8 @@ def test_a_sealed_bundle_has_no_problem_and_survives_the_zip(tmp_path):
 )
 def test_every_problem_is_named(tmp_path, name, content, sentence):
     bundle = make(tmp_path / "demo")
-    (bundle.root / name).parent.mkdir(parents=True, exist_ok=True)
-    (bundle.root / name).write_text(content)
+    (bundle.path / name).parent.mkdir(parents=True, exist_ok=True)
+    (bundle.path / name).write_text(content)
     assert any(sentence in problem for problem in bundle.problems())
     with pytest.raises(ValueError, match="not fit to share"):
         bundle.zip(tmp_path / "x.zip")
@@ -67,24 +67,24 @@ def test_every_problem_is_named(tmp_path, name, content, sentence):
 @pytest.mark.parametrize("text", ["incident = 3", "incident = [1]", "a = " + "[" * 5000])
 def test_an_incident_of_another_shape_is_one_sentence(tmp_path, text):
     bundle = make(tmp_path / "demo")
-    (bundle.root / "incident.toml").write_text(text)
+    (bundle.path / "incident.toml").write_text(text)
     assert any(re.search("must be a table|not valid TOML", problem) for problem in bundle.problems())
 
 
 @pytest.mark.parametrize("sealed", ["5", "null", '"incident.toml"', "[1]", "[" * 100_000])
 def test_digests_of_another_shape_are_damaged(tmp_path, sealed):
     bundle = make(tmp_path / "demo")
-    (bundle.root / "digests.json").write_text(f'{{"sha256": {sealed}}}')
+    (bundle.path / "digests.json").write_text(f'{{"sha256": {sealed}}}')
     assert "digests.json is damaged" in bundle.problems()
-    (bundle.root / "collection.json").write_text("[" * 100_000)
+    (bundle.path / "collection.json").write_text("[" * 100_000)
     with pytest.raises(ValueError, match="is damaged"):
-        Collection.read(bundle.root)
+        Collection.read(bundle.path)
 
 
 def test_a_link_in_a_bundle_is_a_problem(tmp_path):
     bundle = make(tmp_path / "demo")
-    (bundle.root / "evidence").mkdir()
-    (bundle.root / "evidence/passwd").symlink_to("/etc/passwd")
+    (bundle.path / "evidence").mkdir()
+    (bundle.path / "evidence/passwd").symlink_to("/etc/passwd")
     assert any("symbolic" in problem for problem in bundle.problems())
 
 

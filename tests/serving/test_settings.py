@@ -8,17 +8,18 @@ from pathlib import Path
 import pytest
 from mock_endpoint import mock_endpoint
 from needlework import analysis, names, workbook
-from needlework.evidence import incidents
+from needlework.evidence import Bundle
 from needlework.serving import settings as about
 from needlework.serving import target as targets
 
 
-def bundle(folder: Path, **roles: object) -> incidents.Incident:
+def bundle(folder: Path, **roles: object) -> Bundle:
+    folder.mkdir(exist_ok=True)
     for role, said in roles.items():
         (folder / "evidence/node" / role).mkdir(parents=True)
         text = said if isinstance(said, str) else json.dumps(said)
         (folder / "evidence/node" / role / "http-server_info").write_text(text)
-    return incidents.Incident("one", folder)
+    return Bundle(folder)
 
 
 def test_only_what_was_collected_is_known(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from needlework.evidence import redaction
 
@@ -31,61 +33,118 @@ REQUIRED = {"title": str, "symptom": str, "date": str, "engine": str}
 
 @dataclass(frozen=True)
 class Bundle:
-    """An incident's folder. Open it with `Bundle(path)`; `problems()` says whether it can be trusted as it is."""
+    """An incident's folder: its parts, of which any may be missing (`has("runs")`), and whether it can be trusted as
+    it is (`problems()`)."""
 
-    root: Path
+    path: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "root", Path(self.root))
-        if not self.root.is_dir():
-            raise ValueError(f"no incident bundle at {self.root}: the folder does not exist")
+        object.__setattr__(self, "path", Path(self.path))
+        if not self.path.is_dir():
+            raise ValueError(f"no incident bundle at {self.path}: the folder does not exist")
 
     @property
-    def incident(self) -> dict[str, object]:
-        """The `[incident]` table of incident.toml: title, symptom, date, engine, …"""
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def toml(self) -> Path:
+        return self.path / "incident.toml"
+
+    @property
+    def evidence(self) -> Path:
+        return self.path / "evidence"
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def pages(self) -> Path:
+        return self.path / "pages"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.json"
+
+    def has(self, part: str) -> bool:
+        """Whether the bundle holds this file or folder, e.g. `has("ledger.json")`."""
+        return (self.path / part).exists()
+
+    def run(self, name: str) -> Path:
+        """The folder of one recorded run; ValueError names the recorded ones when there is no such run."""
+        folder = self.runs / name
+        if not (folder / "trials.jsonl").is_file():
+            raise ValueError(
+                f"incident {self.name} holds no run {name!r}; recorded are: {', '.join(self.run_names) or 'none'}"
+            )
+        return folder
+
+    @property
+    def run_names(self) -> list[str]:
+        from needlework.probes.bench.journal import UNFINISHED  # the room above this one
+
+        found = (p.parent for p in self.runs.rglob("trials.jsonl"))
+        return sorted(str(p.relative_to(self.runs)) for p in found if not p.name.endswith(UNFINISHED))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """incident.toml as a dictionary, empty when there is none; ValueError when it cannot be read."""
         try:
-            table = tomllib.loads((self.root / "incident.toml").read_text(encoding="utf-8")).get("incident", {})
-        except FileNotFoundError:
-            raise ValueError(f"{self.root.name}: incident.toml is missing") from None
+            found = tomllib.loads(self.toml.read_text("utf-8")) if self.toml.is_file() else {}
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.root.name}: incident.toml is not valid TOML: {error}") from None
+            raise ValueError(f"incident {self.name}: incident.toml is not valid TOML: {str(error)[:200]}") from None
         except RecursionError:
-            raise ValueError(f"{self.root.name}: incident.toml is not valid TOML: it is nested too deeply") from None
-        if not isinstance(table, dict):
-            raise ValueError(f"{self.root.name}: [incident] of incident.toml must be a table")
-        return table
+            raise ValueError(f"incident {self.name}: incident.toml is not valid TOML: nested too deeply") from None
+        for table in ("incident", "lab", "workbook"):
+            if not isinstance(found.get(table, {}), dict):
+                raise ValueError(f"incident {self.name}: [{table}] in incident.toml must be a table")
+        return found
+
+    def load_ledger(self) -> dict[str, Any]:
+        """ledger.json as a dictionary, empty when the incident has none yet."""
+        return json.loads(self.ledger.read_text("utf-8")) if self.ledger.is_file() else {}
 
     @property
-    def runs(self) -> list[Path]:
-        """The recorded runs, by name."""
-        return sorted(path.parent for path in self.root.glob("runs/*/trials.jsonl"))
+    def title(self) -> str:
+        settings = self.settings
+        return str(settings.get("title") or settings.get("incident", {}).get("title") or self.name)
+
+    def __str__(self) -> str:
+        parts = [p for p in ("incident.toml", "evidence", "runs", "pages", "ledger.json") if self.has(p)]
+        return f"incident {self.name}: {', '.join(parts) or 'nothing recorded yet'}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(str(self))}</p>"
 
     def files(self) -> list[Path]:
         """Every file of the bundle but the digests and the journals' lock files, sorted by relative path."""
-        found = [path for path in self.root.rglob("*") if path.is_file() and not path.is_symlink()]
+        found = [path for path in self.path.rglob("*") if path.is_file() and not path.is_symlink()]
         left_out = {"digests.json", ".lock"}
-        return sorted((p for p in found if p.name not in left_out), key=lambda p: p.relative_to(self.root).as_posix())
+        return sorted((p for p in found if p.name not in left_out), key=lambda p: p.relative_to(self.path).as_posix())
 
     def digests(self) -> dict[str, str]:
-        return {p.relative_to(self.root).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.files()}
+        return {p.relative_to(self.path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in self.files()}
 
     def seal(self) -> None:
         """Write digests.json over all other files, so that a later change shows. Call it last."""
         text = json.dumps({"schema": 1, "sha256": self.digests()}, indent=1) + "\n"
-        temporary = self.root / "digests.json.part"
+        temporary = self.path / "digests.json.part"
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, self.root / "digests.json")
+        os.replace(temporary, self.path / "digests.json")
 
     def problems(self) -> list[str]:
         """Everything that is wrong, one sentence each; an empty list means schema, digests and secrecy hold."""
-        found = [f"{p.name}: not a part of a bundle" for p in self.root.iterdir() if p.name not in PARTS]
+        found = [f"{p.name}: not a part of a bundle" for p in self.path.iterdir() if p.name not in PARTS]
         found += [
-            f"{p.relative_to(self.root)}: symbolic links are not allowed"
-            for p in self.root.rglob("*")
+            f"{p.relative_to(self.path)}: symbolic links are not allowed"
+            for p in self.path.rglob("*")
             if p.is_symlink()
         ]
         try:
-            incident = self.incident
+            if not self.toml.is_file():
+                raise ValueError("incident.toml is missing")
+            incident = self.settings.get("incident", {})
             found += [
                 f"incident.toml: [incident] lacks {key}"
                 for key, kind in REQUIRED.items()
@@ -98,14 +157,14 @@ class Bundle:
             if path.suffix in TEXT_SUFFIXES:
                 leaks = redaction.check(path.read_text(encoding="utf-8", errors="replace"))
                 found += [
-                    f"{path.relative_to(self.root)}:{leak.line}: holds a {leak.kind}; redact it" for leak in leaks[:5]
+                    f"{path.relative_to(self.path)}:{leak.line}: holds a {leak.kind}; redact it" for leak in leaks[:5]
                 ]
         return found
 
     def _json_problems(self) -> list[str]:
         found = []
         for path in self.files():
-            name = path.relative_to(self.root)
+            name = path.relative_to(self.path)
             if path.suffix not in (".json", ".jsonl"):
                 continue
             lines = path.read_text(encoding="utf-8", errors="replace")
@@ -115,20 +174,20 @@ class Bundle:
                 except (json.JSONDecodeError, RecursionError):
                     found.append(f"{name}: line {number} is not valid JSON")
                     break
-        for run in self.root.glob("runs/*"):
+        for run in self.path.glob("runs/*"):
             found += [
                 f"runs/{run.name}: {need} is missing"
                 for need in ("manifest.json", "trials.jsonl")
                 if not (run / need).is_file()
             ]
-        for dump in self.root.glob("pages/**/*.bin"):
+        for dump in self.path.glob("pages/**/*.bin"):
             if not dump.with_suffix(".json").is_file():
-                found.append(f"{dump.relative_to(self.root)}: its description (.json) is missing")
+                found.append(f"{dump.relative_to(self.path)}: its description (.json) is missing")
         return found
 
     def _digest_problems(self) -> list[str]:
         try:
-            sealed = json.loads((self.root / "digests.json").read_text(encoding="utf-8"))["sha256"]
+            sealed = json.loads((self.path / "digests.json").read_text(encoding="utf-8"))["sha256"]
         except FileNotFoundError:
             return ["digests.json is missing: the bundle was not sealed"]
         except (ValueError, RecursionError, KeyError, TypeError):
@@ -154,9 +213,9 @@ class Bundle:
             )
         target = Path(target)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
-            for path in [*self.files(), self.root / "digests.json"]:
+            for path in [*self.files(), self.path / "digests.json"]:
                 entry = zipfile.ZipInfo(
-                    f"{self.root.name}/{path.relative_to(self.root).as_posix()}", (1980, 1, 1, 0, 0, 0)
+                    f"{self.path.name}/{path.relative_to(self.path).as_posix()}", (1980, 1, 1, 0, 0, 0)
                 )
                 entry.external_attr = 0o644 << 16
                 archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)

@@ -100,20 +100,20 @@ def _bundle(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     if options.action == "unzip":
         bundle = unzip(options.path, options.out or ".")
-        print(f"unpacked {bundle.root}")
+        print(f"unpacked {bundle.path}")
     else:
         bundle = Bundle(Path(options.path))
     if options.action == "seal":
         bundle.seal()
     if options.action == "zip":
-        print(f"wrote {bundle.zip(options.out or f'{bundle.root.name}.zip')}")
+        print(f"wrote {bundle.zip(options.out or f'{bundle.path.name}.zip')}")
         return 0
     problems = bundle.problems()
     for problem in problems:
         print(problem)
     print(
-        f"{bundle.root.name}: {len(problems)} problem(s)"
+        f"{bundle.path.name}: {len(problems)} problem(s)"
         if problems
-        else f"{bundle.root.name}: schema, digests and secrecy hold"
+        else f"{bundle.path.name}: schema, digests and secrecy hold"
     )
     return 1 if problems else 0

@@ -16,7 +16,7 @@ from needlework.serving.scrub import plain
 if TYPE_CHECKING:
     import pandas as pd
 
-    from needlework.evidence.incidents import Incident
+    from needlework.evidence import Bundle
     from needlework.serving.target import Target
 
 NOT_KNOWN = "not known"
@@ -48,7 +48,7 @@ class Deployed:
         return f"version {self.version}; {known}"
 
 
-def deployed(bundle: Incident, target: Target | None = None) -> Deployed:
+def deployed(bundle: Bundle, target: Target | None = None) -> Deployed:
     """What `target` says of itself, or, without a target, what was collected in the incident's evidence."""
     if target is None or not target.live:
         return _read(_collected(bundle.evidence), _commands(bundle.evidence))

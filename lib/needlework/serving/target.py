@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework import neighbours
-from needlework.evidence import incidents
+from needlework.evidence import Bundle, incidents
 from needlework.serving.scrub import plain
 
 FORMS = "lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, or recorded:<run>"
@@ -103,7 +103,7 @@ class Target:
 def open_target(
     spec: str | None = None,
     *,
-    incident: incidents.Incident | str | None = None,
+    incident: Bundle | str | None = None,
     model: str | None = None,
     api_key: str | None = None,
     check: bool = True,
@@ -268,7 +268,7 @@ def check_endpoint(
 # ---- recorded runs ----
 
 
-def _recorded(named: Mapping[str, str], spec: str, bundle: incidents.Incident | None) -> Target:
+def _recorded(named: Mapping[str, str], spec: str, bundle: Bundle | None) -> Target:
     from needlework.probes import Recorded  # type: ignore[attr-defined,unused-ignore]
 
     arms: dict[str, Any] = {}
@@ -282,7 +282,7 @@ def _recorded(named: Mapping[str, str], spec: str, bundle: incidents.Incident | 
     return Target("recorded", spec, arms, {}, "recorded run, nothing is sent")
 
 
-def _own_run(bundle: incidents.Incident | None) -> str:
+def _own_run(bundle: Bundle | None) -> str:
     """The run recorded by the notebook that asks (the runner tells its name, or Jupyter its path), else the incident's
     first."""
     names = (bundle or incidents.incident()).run_names
@@ -292,7 +292,7 @@ def _own_run(bundle: incidents.Incident | None) -> str:
     return own if own in names else names[0]
 
 
-def _run_folder(name: str, bundle: incidents.Incident | None) -> Path:
+def _run_folder(name: str, bundle: Bundle | None) -> Path:
     if bundle is None:
         bundle = incidents.incident()
     for folder in (bundle.runs / name, Path(name)):

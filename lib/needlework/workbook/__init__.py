@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from needlework.evidence.incidents import Incident, incident, root
+from needlework.evidence.incidents import incident, root
 from needlework.serving.settings import deployed
 from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CannotAnswer",
-    "Incident",
     "Target",
     "TargetError",
     "advice",

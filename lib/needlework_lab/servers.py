@@ -37,7 +37,7 @@ def call(
 
 
 @dataclass(frozen=True)
-class Deployed:
+class Servers:
     """Addresses by role. URLs have no /v1; `base_url` is the router's in PD mode (a router has no /tokenize: ask a
     server).
     """
