@@ -22,7 +22,8 @@ import re
 import sys
 from typing import Any
 
-import worker_checks  # beside this file
+import vllm_faults  # these two beside this file
+import worker_checks
 from worker_checks import INDEX_BYTES, MLA_BYTES, PAGE_TOKENS
 
 FAULTS = ("none", "index-skip", "index-swap", "scales-zero", "mla-skip", "topk-256")
@@ -234,6 +235,24 @@ def do_fault(worker: Any, kind: str, layer: int = 1, pages: list[int] | None = N
     for module in indexers(worker).values():
         module.topk_tokens = 256 if kind == "topk-256" else worker.model_runner.model_config.hf_config.index_topk
     return {"fault": kind, "layer": layer, "pages": state["pages"]}
+
+
+def do_plant(worker: Any, name: str, strength: str = "severe", seed: int = 0) -> dict[str, Any]:
+    """A fault of tools/vllm_faults.py, or "none"; the caches are emptied."""
+    if not hasattr(worker, "_site"):
+        core = vllm_faults.engine_core()
+        worker._site = vllm_faults.Site(worker, pools(worker), core.scheduler, connector(worker))
+    return vllm_faults.plant(worker, worker._site, indexers(worker), name, strength, seed)
+
+
+def do_failed(worker: Any) -> dict[str, Any]:
+    """Why the planted fault took itself out, or ""."""
+    return {"failed": worker._problem}
+
+
+def do_ended(worker: Any) -> dict[str, Any]:
+    """Blocks of the request that ended last, in its order; a fault must have been planted once, or "none"."""
+    return {"blocks": worker._site.last}
 
 
 def do_blocks(worker: Any) -> dict[str, Any]:
