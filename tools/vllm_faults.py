@@ -283,7 +283,7 @@ def gather_budget(site: Site, entries: int) -> Hooks:
 @fault("F03", "block table of decode", "aiter#4774", "single", "decode", severe={"share": 0.5, "attention": True},
        mild={"share": 0.75, "attention": False})  # fmt: skip
 def address_wrap(site: Site, share: float, attention: bool) -> Hooks:
-    """Block number times stride wraps: blocks beyond a share of the pool are read from its start; mild: in the index."""
+    """Block number times stride wraps: those beyond a share of the pool are read from its start; mild: in the index."""
     first = int(site.blocks * share)
 
     def built(meta: Any, common: Any, builder: Any) -> None:
