@@ -31,18 +31,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import checkpoint_words as words  # these four beside this file
 import httpx
-import pair_proxy
+import pair_proxy  # these two beside this file
 import vllm_faults
 from needlework import probes
-from needlework.probes.asks import Ask, Stopped, with_seed
-from needlework.probes.prompts import Prompt, assemble
-from needlework.probes.specs import digest, facts_of
+from needlework.probes.bench.prompts import Prompt, digest
+from needlework.probes.bench.trial import Ask, with_seed
 from needlework.serving import Endpoint, TransportError
 
 NAME = "needlework-recall"
-SHORTEST, LONGEST, LINE_TOKENS = 300, 30_000, 30.3  # the last: of a line of records, about
+SHORTEST, LONGEST = 300, 30_000
 PROMPTS = {"single": 330, "pair": 150}
 HEALTHY = 12  # runs of each kind without a fault
 TYPICAL_S = {"single": 42, "pair": 60}
@@ -233,33 +231,6 @@ def order(url: str, do: str, **more: Any) -> dict[str, Any]:
 # ---- prompts ----
 
 
-class Loose:
-    """Builds prompts of about the wished length and counts them exactly, with the checkpoint's own tokenizer: any
-    residue will do, and no server is asked."""
-
-    def __init__(self, run_salt: str):
-        self.tokenizer, self.salt = words.Tokenizer(words.vocabulary()), run_salt
-        self.built: dict[str, Prompt] = {}
-
-    async def build(self, spec: probes.PromptSpec) -> Prompt:
-        key = digest(spec.as_dict())
-        if key not in self.built:
-            pad = spec.seed % 23
-            text, before = assemble(spec, max(0, round((spec.target_tokens - 75) / LINE_TOKENS)), pad, self.salt)
-            facts, question, expected = facts_of(spec)
-            messages = [{"role": "user", "content": text}]
-            count = len(self.tokenizer.chat(text))
-            place = len(self.tokenizer.encode(before)) if before else None
-            sha = digest(messages, 32)
-            self.built[key] = Prompt(messages, spec, question, expected, facts, count, True, place, sha)
-            if len(self.built) > 200:
-                self.built.pop(next(iter(self.built)))
-        return self.built[key]
-
-    def learn(self, prompt: Prompt, realised: int) -> None:
-        raise AssertionError("these prompts are counted exactly")
-
-
 Step = tuple[str, list[Ask]]  # how ("ask" one after the other or together, "drop", "turn"), and what
 
 
@@ -353,7 +324,7 @@ def ask_steps(benches: dict[str, probes.Bench], made: list[Step], dice: random.R
                     bench.ask(own[3:])
                 else:
                     bench.ask(own, concurrency=len(own), prepare=earlier if how == "turn" else None)
-            except Stopped as reason:
+            except probes.Stopped as reason:
                 return str(reason)
     return ""
 
@@ -392,7 +363,6 @@ def benches_of(arms: dict[str, Endpoint], run: Path | None, probe: str) -> dict[
         found[arm] = probes.Bench(
             endpoint, run if first is None else None, probe=probe, arm=arm, progress=False, **more
         )
-        found[arm]._own_builder = Loose(digest(str(run), 12)) if first is None else first._own_builder
     return found
 
 
