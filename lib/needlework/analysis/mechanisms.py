@@ -92,7 +92,7 @@ def prior(laws: tuple[tuple[str, str, str, bool], ...], arms: tuple[str, ...], r
                     share += m.law(family, state, "replica", hard)
                 if kind == "arm":
                     split = [a for a in arms if PD_ARM.search(a)]
-                    meant = split if m.where["arm"] > m.where["any"] and split else arms
+                    meant = split if m.where.get("arm", 0) > m.where["any"] and split else arms
                     share *= (name in meant) / len(meant)
                 elif kind == "replica":
                     share /= max(replicas, 1)
