@@ -95,9 +95,12 @@ def test_the_diagnosis_names_each_planted_fault(fault):
 
 def test_exchanged_pages_are_told_from_pages_that_stayed_away_only_by_looking_at_them(monkeypatch):
     assert record_checkpoint.diagnosed(DATA / "vllm", "index-swap", pages_seen=False).confidence == "weak"
+    permuted = record_checkpoint.diagnosed(DATA / "vllm", "index-swap")
     stale = {"digests": {"index.2": False, "mla.2": True}, "pages": ["stale index"]}
     monkeypatch.setattr(record_checkpoint, "inside", lambda out, fault: stale)
-    assert record_checkpoint.diagnosed(DATA / "vllm", "index-swap").causes == ("F14",)
+    stayed = record_checkpoint.diagnosed(DATA / "vllm", "index-swap")
+    share = [{r.code: r.posterior for r in one.ranked}["F14"] for one in (permuted, stayed)]
+    assert permuted.causes == ("F13",) and share[1] > 3 * share[0]
 
 
 def test_a_cold_prompt_of_the_pair_is_proved_cold():

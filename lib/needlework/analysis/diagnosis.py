@@ -28,7 +28,7 @@ MOST = 4  # classes that may share a verdict; more are no name
 CLEAR, LIKELY = 0.9, 0.8
 ENOUGH = 8  # losses inside a law before it is more than weak evidence
 SEVERAL, SHARE = 3, 0.1  # answers or failures that make a finding, and their share of what is asked
-WHOLE = 0.05  # a loss rate that no strong "healthy" leaves open anywhere
+WHOLE = 0.05  # a loss rate that no "healthy" shows over all, and no strong one leaves open anywhere
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def _verdict(d: Diagnosis, found: Fit, c: pd.DataFrame, alarm: bool) -> Diagnosi
     if d.measured < 6 or refuted or d.failures is not None:
         return d
     if healthy >= LIKELY:
-        if d.measured < FEW or alarm or unanswered:
+        if d.measured < FEW or alarm or unanswered or d.hits < (1 - WHOLE) * d.measured:
             return d
         foretold = _foretold(d.predictions)
         open_ = [e for e in d.excluded if e.bound > WHOLE]
