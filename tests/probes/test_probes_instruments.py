@@ -325,10 +325,12 @@ def test_what_was_not_measured_is_no_health_and_its_law_is_said():
     with mock_endpoint("openai") as mock:
         mock.window = 1000
         refused = probes.recall(mock.base_url, lengths=(300, 800, 1500), depths=(0.2, 0.8), repeats=2)
+        alone = probes.recall(mock.base_url, lengths=(1500,), depths=(0.5,), repeats=12, controls=False)
     assert refused.verdict == "not proven" and set(refused.trials["failure"].dropna()) == {"http_400"}
     assert any("prompt too long): every prompt above 8" in w or "above 7" in w for w in refused.warnings), (
         refused.warnings
     )
+    assert not alone.stopped and len(alone.trials) == 12, "a server that refuses long prompts alone is not dead"
     with mock_endpoint(fail=lambda o: (503, "busy") if o % 3 == 1 else None) as mock:
         some = probes.recall(mock.base_url, lengths=(300, 800), depths=(0.2, 0.8), repeats=4, controls=False)
     assert some.verdict == "not proven" and "trials measured nothing (5 transport: HTTP 503: busy)" in some.sentence

@@ -23,6 +23,7 @@ import needlework
 from needlework.serving import TransportError, gauges
 from needlework.serving import run as run_coroutine
 from needlework.serving.capabilities import DISCOVERY_REQUESTS, DISCOVERY_TOKENS, Capabilities, discover
+from needlework.serving.endpoint import attempt
 
 from . import trial as rows
 from .budget import Budget, Limits, Meter
@@ -100,7 +101,7 @@ class Bench:
         if builder is not None:
             builder._followers.append(self)
         self._values: dict[str, str] = {}
-        self._failures = 0
+        self._failures = self._alive = 0
         self._progress = progress
         self._watch: Watch | None = None
         self._since = time.perf_counter()
@@ -347,7 +348,9 @@ class Bench:
         if row["outcome"] == "transport":
             self._failures += 1
             if self._failures >= FEWER.get(row["failure"], MAX_CONSECUTIVE_FAILURES):
-                raise Stopped(f"{self._failures} requests in a row failed; the last: {row['error']}")
+                if row["failure"] in FEWER or self._alive >= 3 or not await self._answers():
+                    raise Stopped(f"{self._failures} requests in a row failed; the last: {row['error']}")
+                self._failures, self._alive = 0, self._alive + 1  # it is these prompts that it refuses
             return row
         self._failures = 0
         if row["prompt_tokens"] is not None and not prompt.exact:  # then it is the server's own count
@@ -355,6 +358,11 @@ class Bench:
         if row.get("length_note"):
             self.warn(LENGTH_WARNING)
         return row
+
+    async def _answers(self) -> bool:
+        """Does the endpoint still answer when it is only greeted?"""
+        assert self.endpoint is not None
+        return await attempt(self.endpoint.chat([{"role": "user", "content": "Hello."}], max_tokens=1)) is not None
 
     async def trial(self, a: Ask) -> Row:
         """One ask from within a coroutine: the journal's row, or send it now."""
