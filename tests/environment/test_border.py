@@ -30,8 +30,8 @@ for module in pkgutil.walk_packages(needlework.__path__, "needlework."):
     if not module.name.endswith("__main__"):
         try:
             importlib.import_module(module.name)
-        except ModuleNotFoundError as error:  # the compiler of our kernels is no part of the library
-            assert error.name == "triton", error
+        except ImportError as error:  # the compiler of our kernels is no part of the base install
+            assert "triton" in str(error), error
 
 import torch
 from needlework import analysis, pages, probes

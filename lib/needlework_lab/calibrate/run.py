@@ -63,7 +63,7 @@ def run_case(case: Case, folder: str, effort: Effort = EFFORT) -> dict[str, Any]
             server = next(iter(examined.servers.values()))
             name = "pd" if case.mode == "pd" else "single"
             if effort.fill_tokens and has_host_tier(server):  # else nothing can come back from one
-                some = {"fill_tokens": effort.fill_tokens, "length": 500, "prompts": 10, "depth": 0.6}
+                some: dict[str, Any] = {"fill_tokens": effort.fill_tokens, "length": 500, "prompts": 10, "depth": 0.6}
                 probes.reload(examined.endpoint, here, arm=name, seed=case.seed, **some)
             arms = {name: other.endpoint for name, other in others.items()} | {name: examined.endpoint}
             result = probes.investigate(
