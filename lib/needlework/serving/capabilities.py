@@ -102,8 +102,9 @@ async def discover(endpoint: Endpoint) -> Capabilities:
     Raises TransportError when the endpoint does not answer a plain chat request at all. The result is kept in
     `endpoint.capabilities`, so a second call costs nothing.
     """
-    if endpoint.capabilities is not None:
-        return endpoint.capabilities
+    known: Capabilities | None = endpoint.capabilities
+    if known is not None:
+        return known
     models = await endpoint.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
     card = _card(models, endpoint.model)
     model = await endpoint.resolve_model()
@@ -168,15 +169,15 @@ async def flush(endpoint: Endpoint) -> None:
 
 def _card(models: Any, name: str | None) -> dict[str, Any]:
     rows = models.get("data") if isinstance(models, dict) else None
-    rows = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    if not rows:
+    cards: list[dict[str, Any]] = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    if not cards:
         raise TransportError("/v1/models lists no model; is this an OpenAI-compatible endpoint?")
     if name is None:
-        return rows[0]
-    for row in rows:
+        return cards[0]
+    for row in cards:
         if row.get("id") == name:
             return row
-    offered = ", ".join(str(row.get("id"))[:60] for row in rows[:5])
+    offered = ", ".join(str(row.get("id"))[:60] for row in cards[:5])
     raise TransportError(f"the endpoint does not serve a model named {name[:60]!r}; it offers {offered}")
 
 
