@@ -45,6 +45,8 @@ told = incident == "context-loss"  # the sentences are about that one; of anothe
 if not told:
     print(f"The tables below are of {incident}; the sentences between them tell of context-loss.")
 items = pd.DataFrame(collection.items)
+whole = len(items) and items["item"].str.startswith("journal").any()
+workbook.need(whole, f"incident {incident} holds no units and logs of a deployment; `needlework collect` gathers them")
 items["what"] = items["item"].str.partition(":")[0]
 states = items.pivot_table(index="what", columns="role", values="state", aggfunc=lambda s: ", ".join(sorted(set(s))))
 workbook.tables.table(states.reset_index(), "Items asked for (rows), and what came back from each role")

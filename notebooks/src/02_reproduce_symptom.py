@@ -86,17 +86,14 @@ workbook.figures.show(
 # ## The interruption itself
 #
 # Is it the interruption that breaks the session? Requests are dropped during prefill and during decoding; then a bystander
-# that ran beside each, the same prompt again, and a fresh prompt are graded. They are short enough to be answered
-# by this arm in any case, so a miss would be the interruption's doing.
+# that ran beside each, the same prompt again, and a fresh prompt are graded. They have 2,048 tokens:
+# where this arm answers such prompts without an interruption, a miss is the interruption's doing.
 
 # %%
 interrupted = probes.abort(
     endpoint, run or None, stages=("prefill", "decode"), rounds=1, length=2048, arm=arm, seed=seed
 )
 interrupted
-
-# %%
-assert interrupted.verdict in ("healthy", "not proven"), str(interrupted)
 
 # %% [markdown]
 # What do two of two allow?
@@ -107,15 +104,15 @@ assert round(allowed, 2) == 0.66
 print(f"2 of 2 found is compatible with harm in up to {100 * allowed:.0f} % of the interruptions")
 
 # %% [markdown]
-# So two rounds clear nothing: they only fail to show that an interruption *alone* causes the loss. What speaks against it
-# is the table above: on the default target `tell_ask` has no interruption and loses the same fact. To exclude that one
-# interruption in six does harm takes twenty rounds (`rounds=20`).
+# So two rounds clear nothing. The table above tells more: `tell_ask` has no interruption, and where it loses the same fact
+# the interruption is not needed for the loss. To exclude that one interruption in six does harm takes twenty rounds
+# (`rounds=20`).
 
 # %% [markdown]
-# ## Why nobody noticed: the text is coherent
+# ## Coherent text proves no recall
 #
-# The deployment had passed a coherence check: the ratio of a text's size to its compressed size. A loop compresses well
-# (ratio above four), prose does not. Now the same notes serve both: the model writes free text about them, and is asked
+# A common health check is coherence: the ratio of a text's size to its compressed size. A loop compresses well (ratio above
+# four), prose does not. Now the same notes serve both: the model writes free text about them, and is asked
 # for the fact.
 
 # %%
@@ -128,11 +125,11 @@ workbook.tables.table(
 
 # %%
 loops, texts = int(check.table["loops"].sum()), int(check.table["texts"].sum())
-assert loops == 0 and texts == 4, "this deployment also loops: look at coherence first"
-print(check)
+assert 0 <= loops <= texts <= 4
+print(f"{loops} of {texts} texts are loops. {check}")
 
 # %% [markdown]
-# None of the four texts is a loop at either length. Coherence is a statement about the last few words; recall is one about
+# Coherence is a statement about the last few words; recall is one about
 # the whole prompt. The first says nothing about the second.
 
 # %% [markdown]
@@ -180,22 +177,33 @@ assert round(1 - analysis.wilson(20, 20).low, 2) == 0.16 and all(one.verdict == 
 # ## What we found
 
 # %%
-lost = {n: talk for n, talk in talks.items() if talk.verdict == "finding" or (talk.table["hits"] == 0).any()}
-forgets = check.table.set_index("target_tokens")["hits"]
-if lost:
-    modes = sorted({m for talk in lost.values() for m in talk.table[talk.table["hits"] == 0]["mode"]})
+failed = {n: talk.table[(talk.table["hits"] == 0) & (talk.table["measured"] > 0)] for n, talk in talks.items()}
+lost = {n: rows for n, rows in failed.items() if len(rows)}
+stray = sum(int((talk.table["measured"] - talk.table["hits"]).sum()) for talk in talks.values())
+if short in lost:
+    verdict = f"{arm} forgets even a first turn of {short:,} tokens: look at the harness and the chat template first."
+elif lost:
+    modes = sorted({mode for rows in lost.values() for mode in rows["mode"]})
     verdict = (
         f"Reproduced on {arm}: with a first turn of {', '.join(f'{n:,}' for n in lost)} tokens the fact is lost when the "
         f"messages are {' and '.join({'continue': 'continued', 'resend': 're-sent cold'}[m] for m in modes)}."
     )
+elif stray or not all(talk.table["measured"].sum() for talk in talks.values()):
+    verdict = f"Not proven: {stray} follow-ups were missed on {arm}, and no shape is lost throughout."
 else:
     verdict = f"Healthy: {arm} remembers the first turn at both lengths and in both forms."
+if interrupted.verdict == "finding":
+    verdict += f" The interruption does harm of its own: {interrupted}"
+if loops:
+    verdict += f" {loops} of {texts} texts are loops as well: look at what the cache holds."
 print(verdict)
 
 # %%
 session.close()
-assert set(talks[short].table["hits"]) == {repeats}, "even a short first turn is forgotten: look at the harness first"
-assert bool(lost) == bool(forgets[long] < 2), "turns and single questions disagree"
+assert (
+    verdict.startswith("Healthy") == (not stray and not loops and interrupted.verdict != "finding")
+    or not by_shape["measured"].all()
+)
 
 # %% [markdown]
 # ## What would change our mind

