@@ -92,10 +92,7 @@ class DecodeWorker(Worker):
         allowed = reservation.full_pages if buffer.group == "full" else reservation.swa_pages
         if len(part.payload) != len(part.rows) * buffer.item_bytes or not set(part.rows.tolist()) <= set(allowed):
             raise ValueError(f"{part.buffer}: {len(part.payload)} bytes for pages that were not set aside so")
-        pages = self.engine.hooks.apply(
-            "received_pages", part.rows.tolist(), chunk_index=packet.index, buffer=part.buffer
-        )
-        self.engine.write_pages(part.buffer, pages, part.payload)
+        self.engine.write_pages(part.buffer, part.rows.tolist(), part.payload)
 
     def _received(self, room: int, meta: dict[str, Any]) -> None:
         request, reservation = self._rooms.pop(room, None), self._reservations.pop(room, None)

@@ -74,8 +74,8 @@ class Forward:
         groups = torch.arange(start // SLOTS, end // SLOTS)
         entries, keys = {}, {}
         for layer, rows in enumerate(layers):
-            state = torch.cat((self._load_state(f"c4_state.{layer}", seq, first, start, place), rows.state))
-            index = torch.cat((self._load_state(f"c4_index_state.{layer}", seq, first, start, place), rows.index))
+            state = torch.cat((self._load_state(f"c4_state.{layer}", seq, first, start), rows.state))
+            index = torch.cat((self._load_state(f"c4_index_state.{layer}", seq, first, start), rows.index))
             if len(groups):
                 entries[f"c4_kv.{layer}"], keys[f"c4_index.{layer}"] = model.compress(
                     state[: len(groups) * SLOTS], index[: len(groups) * SLOTS], int(groups[0])
@@ -90,13 +90,12 @@ class Forward:
 
     def _store(self, layout: str, slots: Tensor, rows: dict[str, Tensor], place: dict) -> None:
         """Put the rows of several buffers of one layout at the same slots of each; they are quantised together."""
-        parts = [(name, *self.hooks.apply("store", (slots, own), buffer=name, **place)) for name, own in rows.items()]
-        stored = LAYOUTS[layout].quantise(torch.cat([own for _, _, own in parts]))
+        stored = LAYOUTS[layout].quantise(torch.cat(list(rows.values())))
         first = 0
-        for name, where, own in parts:
+        for name, own in rows.items():
             part = {field: data[first : first + len(own)] for field, data in stored.items()}
             first += len(own)
-            self._put(name, layout, where, part, place)
+            self._put(name, layout, slots, part, place)
 
     def _put(self, name: str, layout: str, slots: Tensor, stored: dict[str, Tensor], place: dict) -> None:
         LAYOUTS[layout].put(self.pools[name], slots, stored, self.pools.buffers[name].page_entries)
@@ -122,20 +121,20 @@ class Forward:
             other |= (stored[name].numpy() != self._records[name].numpy()[ids]).any(axis=1)
         if other.any():
             ids[other] = self.model.unembed(LAYOUTS[KV].gather(pool, slots[other], page_tokens=tokens)).numpy()
-        return self.hooks.apply("window_tokens", ids, seq=seq, start=start, end=end)
+        return ids
 
     def _entry_slots(self, seq: Sequence, groups: Tensor) -> Tensor:
         entries = self.geometry.page_entries
         return torch.tensor(seq.full, dtype=torch.int64)[groups // entries] * entries + groups % entries
 
-    def _load_state(self, buffer: str, seq: Sequence, first: int, start: int, place: dict) -> Tensor:
+    def _load_state(self, buffer: str, seq: Sequence, first: int, start: int) -> Tensor:
         """Compressor rows of positions [first, start), zeros before 0."""
         rows = self.pools.rows(buffer).numpy()
         out = np.zeros((start - first, rows.shape[2]), np.float32)
         for position in range(max(0, first), start):
             page = seq.swa.get(position // self.geometry.page_tokens, 0)
             out[position - first] = rows[page, position % STATE_ROWS]
-        return self.hooks.apply("state_rows", torch.from_numpy(out), buffer=buffer, first=first, **place)
+        return torch.from_numpy(out)
 
     def _save_state(self, buffer: str, seq: Sequence, start: int, new: Tensor) -> None:
         """Keep the last eight rows of each window page and of the sequence, where the next pass looks for them."""
@@ -226,19 +225,16 @@ class Forward:
             pages[row, : len(used)] = used
         table = torch.from_numpy(pages)
         index_table = hooks.apply("index_table", table, **place)
-        scores = None
-        if longest > g.top_k or hooks.installed("scores"):  # with fewer keys nothing is scored, as upstream
+        if longest > g.top_k:  # with fewer keys nothing is scored, as upstream
             scores = indexer_logits(
                 index_q, weights, self.pools[f"c4_index.{layer}"], index_table, lengths, page_tokens=g.page_entries
             )
-            scores = hooks.apply("scores", scores, lengths=lengths, **place)
         else:
             scores = torch.zeros(len(seqs), width * g.page_entries)
         picked = select_topk(scores, lengths, g.top_k)
         picked = hooks.apply("selection", picked, scores=scores, lengths=lengths, **place)
         slots = slots_of(picked, hooks.apply("entry_table", table, **place), g.page_entries)
         slots = hooks.apply("entry_slots", slots, **place)
-        window = hooks.apply("window_slots", window, **place)
         main = sparse_mla_decode(
             q, self.pools[f"swa_kv.{layer + 1}"], window.int(), layout=KV, page_tokens=g.page_tokens, softmax_scale=1.0
         )
@@ -246,6 +242,5 @@ class Forward:
             q, self.pools[f"c4_kv.{layer}"], slots.int(), layout=KV, page_tokens=g.page_entries, softmax_scale=1.0
         )
         outs, lses = torch.stack((main[0], extra[0])), torch.stack((main[1], extra[1]))
-        outs, lses = hooks.apply("partials", (outs, lses), **place)
         out, lse = merge_partials(outs, lses, self.model.sink)
         return out * self.model.shares(lse)[..., None]

@@ -177,7 +177,7 @@ class Paging:
     def _publish(self, seq: Running) -> None:
         """Give finished pages to the prefix cache."""
         tokens = self.geometry.page_tokens
-        pages = self.hooks.apply("publish", min(seq.computed // tokens, len(seq.full)), seq=seq)
+        pages = min(seq.computed // tokens, len(seq.full))
         if not self.cache.enabled or seq.apart or pages <= len(seq.nodes):
             return
         keys = self.cache.keys(seq.tokens[: pages * tokens], seq.identity)

@@ -88,7 +88,6 @@ class PrefillWorker(Worker):
             source, target = _match(pages[buffer.group], registration, buffer.group)
             if source:
                 raw = self.engine.read_pages(name, source)
-                raw = self.engine.hooks.apply("chunk_bytes", raw, chunk=chunk, buffer=name)
                 parts.append(Part(name, np.array(target, dtype=np.int32), raw))
         meta = None
         if chunk.last:

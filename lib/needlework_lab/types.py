@@ -187,34 +187,25 @@ class Reservation:
 HOOKS: dict[str, str] = {
     # transfer between prefill and decode
     "chunk_buffers": "tuple of buffer names that the transfer moves for `chunk` (keywords: chunk)",
-    "chunk_bytes": "bytes of one buffer of one chunk just before they are sent (keywords: chunk, buffer)",
-    "received_pages": "destination page ids of one buffer of one chunk (keywords: chunk_index, buffer)",
     "handoff": "Handoff as it is sent (keywords: chunk)",
     "transfer_failed": "exception of a failed transfer; None swallows it and decode goes on (keywords: rid)",
     "announce_early": "False: a chunk is announced after its forward pass (keywords: seq, start, end, last)",
     # writing
     "pass_begins": "None, before the new tokens of a sequence are written (keywords: seq, start, end)",
-    "store": "(slots, values) before they are quantised, but in swa_kv.0 (keywords: buffer, seq, start, end)",
     "stored": "slots just written (keywords: buffer, seq, start, end)",
-    "state_rows": "compressor rows of the tokens before `start` (keywords: buffer, first, seq, start, end)",
-    "window_tokens": "token ids read back from the window of layer 0 (keywords: seq, start, end)",
     # reading
     "queries": "(MLA queries, index queries) of a batch (keywords: layer, seqs)",
     "lengths": "visible compressed entries of each row (keywords: layer, seqs)",
     "index_table": "page table of the index pool (keywords: layer, seqs)",
-    "scores": "index logits (keywords: layer, seqs, lengths)",
     "selection": "selected positions (keywords: layer, seqs, scores, lengths)",
     "entry_table": "page table of the entry pool (keywords: layer, seqs)",
     "entry_slots": "slots of the selected entries (keywords: layer, seqs)",
-    "window_slots": "slots of the window (keywords: layer, seqs)",
-    "partials": "(outs, lses) of window and selected entries before they are merged (keywords: layer, seqs)",
     # bookkeeping
     "prompt": "token ids of a request as they reach the model (keywords: request)",
     "budget": "tokens that the answer may have (keywords: request)",
     "cache_identity": "string that separates tenants in the prefix cache (keywords: request)",
     "prefix_hit": "cached nodes that a request takes over (keywords: seq)",
     "restored": "None, after a request has taken over cached pages (keywords: seq)",
-    "publish": "number of leading pages of a sequence that may enter the prefix cache (keywords: seq)",
     "page_taken": "a page just handed out (keywords: group, seq)",
     "released": "None, after a sequence has given its pages back (keywords: seq, pages, finished)",
     "evicted": "node that the prefix cache gives up (no keywords)",
@@ -243,10 +234,6 @@ class Hooks:
     def active(self) -> dict[str, int]:
         """How many functions act at each place."""
         return {name: len(functions) for name, functions in self._functions.items() if functions}
-
-    def installed(self, name: str) -> bool:
-        """Does a fault act here?"""
-        return bool(self._functions[name])
 
     def apply(self, name: str, value: Any, **place: Any) -> Any:
         for function in self._functions[name]:

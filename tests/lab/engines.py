@@ -93,9 +93,7 @@ class Pair:
             pairs = [(page, target[first + i - base]) for i, page in enumerate(source) if first + i >= base]
             if pairs:
                 data = self.prefill.read_pages(name, [source for source, _ in pairs])
-                data = self.prefill.hooks.apply("chunk_bytes", data, chunk=chunk, buffer=name)
                 pages = [target for _, target in pairs]
-                pages = self.decode.hooks.apply("received_pages", pages, chunk_index=chunk.index, buffer=name)
                 self.decode.write_pages(name, pages, data)
         if chunk.last:
             self._handoff = self.prefill.hooks.apply("handoff", chunk.handoff, chunk=chunk)
