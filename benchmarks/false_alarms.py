@@ -75,9 +75,9 @@ SMALL: dict[str, Call] = {
 
 @contextlib.contextmanager
 def lab() -> Iterator[Arms]:
-    from needlework_lab.calibrate.inside import start_inside
+    from needlework_lab.calibrate.in_process import start_in_process
 
-    with start_inside("combined") as one, start_inside("pd") as pair:
+    with start_in_process("combined") as one, start_in_process("pd") as pair:
         yield {"combined": one.endpoint, "pd": pair.endpoint}
 
 

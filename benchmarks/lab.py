@@ -23,8 +23,8 @@ import pandas as pd
 import torch
 from needlework.probes.bench import words
 from needlework.probes.bench.prompts import Prompt, PromptSpec, Ratio, build
-from needlework_lab.asking import REFUSAL
 from needlework_lab.engine import Engine
+from needlework_lab.intent import REFUSAL
 from needlework_lab.types import Event, Request, Sampling
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

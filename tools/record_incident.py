@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 JOURNAL_REMOTE = ("/lib/systemd/systemd-journal-remote", "/usr/lib/systemd/systemd-journal-remote")
 PYTHON = "/opt/needlework/.venv/bin/python"
 SERVE = (
-    f"exec {PYTHON} -m needlework_lab.role --geometry v4 --page-size 256 --chunked-prefill-size 2048 --index-topk 512"
+    f"exec {PYTHON} -m needlework_lab.main --geometry v4 --page-size 256 --chunked-prefill-size 2048 --index-topk 512"
 )
 SERVICE = (
     "[Unit]\nDescription={title} server\nAfter=network-online.target\n\n[Service]\nUser=root\nExecStart={command}\n"

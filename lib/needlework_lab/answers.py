@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from needlework_lab.asks import MODEL, Ask
+from needlework_lab.requests import MODEL, Generation
 from needlework_lab.types import Event
 
 
@@ -34,8 +34,8 @@ def draft_details(event: Event) -> dict[str, Any]:
 class Writer:
     """Turns the events of one request into bodies of its dialect."""
 
-    def __init__(self, ask: Ask, tokenizer: Any):
-        self.ask, self.tokenizer = ask, tokenizer
+    def __init__(self, generation: Generation, tokenizer: Any):
+        self.generation, self.tokenizer = generation, tokenizer
         self.events: list[Event] = []
         self.text = ""
 
@@ -49,7 +49,7 @@ class Writer:
         return self.tokenizer.decode([token], special=True)
 
     def _chat_logprobs(self, events: Sequence[Event]) -> dict[str, Any] | None:
-        if not self.ask.request.logprobs:
+        if not self.generation.request.logprobs:
             return None
 
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Writer:
         }
 
     def _completion_logprobs(self, events: Sequence[Event], offset: int) -> dict[str, Any] | None:
-        if not self.ask.request.logprobs:
+        if not self.generation.request.logprobs:
             return None
         tokens = [e for e in events if e.token is not None]
         offsets = []
@@ -75,7 +75,7 @@ class Writer:
             "tokens": [self._name(e.token) for e in tokens if e.token is not None],
             "token_logprobs": [e.logprob for e in tokens],
             "top_logprobs": [{self._name(t): p for t, p in e.top_logprobs} for e in tokens]
-            if self.ask.request.top_logprobs
+            if self.generation.request.top_logprobs
             else None,
             "text_offset": offsets,
         }
@@ -90,7 +90,7 @@ class Writer:
         elif last.finish_reason is not None:
             reason = {"type": last.finish_reason, "message": "Aborted"}
         meta: dict[str, Any] = {
-            "id": self.ask.request.rid,
+            "id": self.generation.request.rid,
             "finish_reason": reason,
             "prompt_tokens": last.prompt_tokens,
             "completion_tokens": last.completion_tokens,
@@ -99,19 +99,19 @@ class Writer:
             **draft_details(last),
             "weight_version": "default",
         }
-        if self.ask.request.logprobs:
+        if self.generation.request.logprobs:
             tokens = [e for e in self.events if e.token is not None]
 
             def triple(token: int | None, logprob: float | None) -> list[Any]:
-                named = self._name(token) if self.ask.text_in_logprobs and token is not None else None
+                named = self._name(token) if self.generation.text_in_logprobs and token is not None else None
                 return [logprob, token, named]
 
             meta["output_token_logprobs"] = [triple(e.token, e.logprob) for e in tokens]
             meta["input_token_logprobs"] = []
-            if self.ask.request.top_logprobs:
+            if self.generation.request.top_logprobs:
                 meta["output_top_logprobs"] = [[triple(t, p) for t, p in e.top_logprobs] for e in tokens]
         if last.finish_reason is not None:
-            meta["e2e_latency"] = time.perf_counter() - self.ask.started
+            meta["e2e_latency"] = time.perf_counter() - self.generation.started
         return meta
 
     def _native(self) -> dict[str, Any]:
@@ -119,14 +119,14 @@ class Writer:
         return {"text": self.text, "output_ids": ids, "meta_info": self._meta()}
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self.ask.request.rid, "object": kind, "created": self.ask.created, "model": MODEL}
+        head = {"id": self.generation.request.rid, "object": kind, "created": self.generation.created, "model": MODEL}
         return {**head, "choices": choices}
 
     def _closing(self) -> dict[str, Any]:
         """What the last body of the OpenAI dialects says beside the answer: usage, and extensions where they apply."""
         last = self.events[-1]
         out: dict[str, Any] = {"usage": usage_of(last)}
-        if self.ask.cached_details:
+        if self.generation.cached_details:
             out["sglext"] = {"cached_tokens_details": cached_details(last)}
         if last.verified:
             out["meta_info"] = draft_details(last)
@@ -137,10 +137,10 @@ class Writer:
     def whole(self) -> dict[str, Any]:
         """The body of a non-streaming answer; call it after the last event was added."""
         last = self.events[-1]
-        if self.ask.dialect == "native":
+        if self.generation.dialect == "native":
             return self._native()
         choice: dict[str, Any] = {"index": 0, "finish_reason": last.finish_reason, "matched_stop": last.matched_stop}
-        if self.ask.dialect == "chat":
+        if self.generation.dialect == "chat":
             choice["message"] = {
                 "role": "assistant",
                 "content": self.text,
@@ -157,7 +157,7 @@ class Writer:
 
     def opening(self) -> list[dict[str, Any]]:
         """What is sent before the first token."""
-        if self.ask.dialect != "chat":
+        if self.generation.dialect != "chat":
             return []
         delta = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
@@ -165,10 +165,10 @@ class Writer:
 
     def part(self, event: Event) -> list[dict[str, Any]]:
         """Bodies for one event (which must have been added); the last one carries the finish reason and the usage."""
-        if self.ask.dialect == "native":
+        if self.generation.dialect == "native":
             return [self._native()]
         end = {"finish_reason": event.finish_reason, "matched_stop": event.matched_stop}
-        if self.ask.dialect == "chat":
+        if self.generation.dialect == "chat":
             delta = {"role": None, "content": event.text if event.text or event.finish_reason is None else None}
             logprobs = self._chat_logprobs([event]) if event.token is not None else None
             frame = self._frame("chat.completion.chunk", [{"index": 0, "delta": delta, "logprobs": logprobs, **end}])
@@ -177,6 +177,6 @@ class Writer:
             logprobs = self._completion_logprobs([event], offset)
             frame = self._frame("text_completion", [{"index": 0, "text": event.text, "logprobs": logprobs, **end}])
         frames = [frame]
-        if event.finish_reason is not None and self.ask.include_usage:
+        if event.finish_reason is not None and self.generation.include_usage:
             frames.append({**self._frame(frame["object"], []), **self._closing()})
         return frames

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 
 from needlework_lab import faults as planted
+from needlework_lab.admission import Admission
 from needlework_lab.forward import Forward
 from needlework_lab.output import draw
 from needlework_lab.paging import Running
 from needlework_lab.pools import OutOfPages
-from needlework_lab.stages import Requests
 from needlework_lab.types import GEOMETRIES, MAX_DRAFTS, Event, Geometry
 
 ROLES = ("combined", "prefill", "decode")
 
 
-class Engine(Requests):
+class Engine(Admission):
     """A continuous-batching engine over paged pools. `role` is "combined", "prefill" or "decode".
 
     options: `prefix_cache` (default True; False in decode unless asked for), `chunk_tokens`, `max_batch`, `page_seed`

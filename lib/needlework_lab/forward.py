@@ -16,8 +16,8 @@ from needlework.kernels.reference import indexer_logits, merge_partials, select_
 from needlework.pages import LAYOUTS
 from torch import Tensor
 
-from needlework_lab.asking import Asking
-from needlework_lab.local import LOOKBACK
+from needlework_lab.intent import Intents
+from needlework_lab.local_layer import LOOKBACK
 from needlework_lab.model import OVERLAP, SLOTS, Model
 from needlework_lab.pools import DRAFT_INDEX, INDEX_LAYOUT, KV, STATE_ROWS, Pools
 from needlework_lab.types import Geometry, Hooks, Request
@@ -53,7 +53,7 @@ class Forward:
 
     def __init__(self, model: Model, pools: Pools, geometry: Geometry, hooks: Hooks) -> None:
         self.model, self.pools, self.geometry, self.hooks = model, pools, geometry, hooks
-        self.asking = Asking(model)
+        self.intents = Intents(model)
         self._records = token_records()
 
     # ---- writing -----------------------------------------------------------------------------------------------------
@@ -186,12 +186,12 @@ class Forward:
     # ---- reading -----------------------------------------------------------------------------------------------------
     def logits(self, seqs: list[Sequence]) -> list[Tensor]:
         """Next-token logits [V] of each sequence, all of whose tokens are in the cache."""
-        asks, queries = [], []
+        intents, queries = [], []
         for seq in seqs:
             window = self.window_tokens(seq, max(0, seq.computed - self.geometry.local_window), seq.computed)
-            ask = self.asking.next(window)
-            asks.append(ask)
-            queries.append(None if ask.forced is not None else self.asking.queries(ask, seq.computed - 1))
+            intent = self.intents.next(window)
+            intents.append(intent)
+            queries.append(None if intent.forced is not None else self.intents.queries(intent, seq.computed - 1))
         reads: list[list[Tensor]] = [[] for _ in seqs]
         open_rows = [row for row, query in enumerate(queries) if query is not None]  # a fixed word reads nothing
         asking = [seqs[row] for row in open_rows]
@@ -200,7 +200,7 @@ class Forward:
             parts = [query[layer] for query in queries if query is not None]
             for row, read in zip(open_rows, self._attend(layer, asking, parts, windows), strict=True):
                 reads[row].append(read)
-        return [self.asking.logits(ask, read) for ask, read in zip(asks, reads, strict=True)]
+        return [self.intents.logits(intent, read) for intent, read in zip(intents, reads, strict=True)]
 
     def _window(self, seq: Sequence) -> Tensor:
         """Slots [window] of the last tokens of a sequence; -1 before its first."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework_lab.local import Features, Local, mix
+from needlework_lab.local_layer import Features, Local, mix
 from needlework_lab.tokenizer import Tokenizer
 
 KEY, CODE, SLOTS, ENTRY = (

@@ -7,7 +7,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from needlework_lab.asking import log_probabilities
+from needlework_lab.intent import log_probabilities
 from needlework_lab.tokenizer import Stream, Tokenizer
 from needlework_lab.types import Event, Request
 

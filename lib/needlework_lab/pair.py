@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from needlework_lab.bodies import HttpError
+from needlework_lab.json_bodies import HttpError
 from needlework_lab.types import Event, Request
 
 GIVEN_UP = "the request was aborted"

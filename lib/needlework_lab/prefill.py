@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from needlework_lab.bodies import HttpError
-from needlework_lab.captures import Span
+from needlework_lab.captured_pages import Span
+from needlework_lab.json_bodies import HttpError
 from needlework_lab.pair import GIVEN_UP, ending, room_of, signature_of
 from needlework_lab.sender import Sender
 from needlework_lab.types import Chunk, Event, Handoff, Request

@@ -1,6 +1,6 @@
 """The HTTP front of one lab process: SGLang's routes over a `Worker`. Loopback only.
 
-Run by `start` as `python -m needlework_lab.role …`; every failure that a client can cause is an answer of 4xx
+Run by `start` as `python -m needlework_lab.main …`; every failure that a client can cause is an answer of 4xx
 with one sentence, every failure of the server one of 5xx with a reason, and a client that goes away takes its request
 with it.
 """
@@ -23,15 +23,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from needlework_lab import asks
-from needlework_lab.bodies import Fields, HttpError, read_object, refuse
-from needlework_lab.captures import Capture, prompt_key
-from needlework_lab.exposition import collect, expose
+from needlework_lab import requests
+from needlework_lab.captured_pages import Capture, prompt_key
+from needlework_lab.json_bodies import Fields, HttpError, read_object, refuse
+from needlework_lab.metrics import collect, expose
 from needlework_lab.streams import Feed, Json, answer
 from needlework_lab.types import Request, Sampling
 from needlework_lab.worker import Worker
 
-Parser = Callable[[dict[str, Any], Any, int], asks.Ask]
+Parser = Callable[[dict[str, Any], Any, int], requests.Generation]
 CALL_TIMEOUT_S = 60.0
 
 
@@ -54,25 +54,25 @@ class Front:
 
     async def _generate(self, http: HttpRequest, parse: Parser) -> Response:
         body = await read_object(http)
-        ask = await asyncio.to_thread(parse, body, self.tokenizer, self.context)
-        return await answer(http, self.worker, ask)
+        generation = await asyncio.to_thread(parse, body, self.tokenizer, self.context)
+        return await answer(http, self.worker, generation)
 
     async def chat(self, http: HttpRequest) -> Response:
-        return await self._generate(http, asks.parse_chat)
+        return await self._generate(http, requests.parse_chat)
 
     async def completions(self, http: HttpRequest) -> Response:
-        return await self._generate(http, asks.parse_completion)
+        return await self._generate(http, requests.parse_completion)
 
     async def generate(self, http: HttpRequest) -> Response:
-        return await self._generate(http, asks.parse_generate)
+        return await self._generate(http, requests.parse_generate)
 
     # ---- tokens ----
 
     async def tokenize(self, http: HttpRequest) -> Response:
         fields = Fields(await read_object(http))
-        asks.check_model(fields)
+        requests.check_model(fields)
         if fields.raw("messages") is not None:
-            ids: Any = await asyncio.to_thread(asks.chat_tokens, fields, self.tokenizer)
+            ids: Any = await asyncio.to_thread(requests.chat_tokens, fields, self.tokenizer)
         else:
             prompt = fields.raw("prompt")
             texts = prompt if isinstance(prompt, list) else [prompt]
@@ -94,11 +94,11 @@ class Front:
 
     async def models(self, http: HttpRequest) -> Response:
         card = {
-            "id": asks.MODEL,
+            "id": requests.MODEL,
             "object": "model",
             "created": self.facts["started"],
             "owned_by": "needlework",
-            "root": asks.MODEL,
+            "root": requests.MODEL,
             "parent": None,
             "max_model_len": self.context,
         }
@@ -126,7 +126,9 @@ class Front:
 
     async def model_info(self, http: HttpRequest) -> Response:
         # paths are empty on purpose: the weights are constructed, and a router that sees a path looks for its tokenizer
-        return Json({"model_path": "", "tokenizer_path": "", "served_model_name": asks.MODEL, "is_generation": True})
+        return Json(
+            {"model_path": "", "tokenizer_path": "", "served_model_name": requests.MODEL, "is_generation": True}
+        )
 
     async def server_info(self, http: HttpRequest) -> Response:
         geometry, info = self.engine.geometry, await self._call(self.engine.info)
@@ -135,7 +137,7 @@ class Front:
             {
                 "model_path": "",
                 "tokenizer_path": "",
-                "served_model_name": asks.MODEL,
+                "served_model_name": requests.MODEL,
                 "disaggregation_mode": "null" if self.worker.role == "combined" else self.worker.role,
                 "disaggregation_bootstrap_port": getattr(transfer, "port", None),
                 "disaggregation_transfer_backend": None if transfer is None else "zmq",
@@ -182,9 +184,9 @@ class Front:
         salts = (fields.text("cache_salt", limit=256) or "", fields.text("extra_key", limit=256) or "")
         key = None
         if fields.raw("messages") is not None or fields.raw("input_ids") is not None:
-            key = prompt_key(asks.chat_tokens(fields, self.tokenizer), *salts)
+            key = prompt_key(requests.chat_tokens(fields, self.tokenizer), *salts)
         elif fields.raw("prompt") is not None:
-            key = prompt_key(asks.prompt_tokens(fields, "prompt", self.tokenizer), *salts)
+            key = prompt_key(requests.prompt_tokens(fields, "prompt", self.tokenizer), *salts)
         rid, room = fields.text("rid", limit=256), fields.integer("room", low=0, high=2**63 - 1)
         if rid is None and room is None and key is None:
             refuse("name a request by rid, room, prompt, messages or input_ids")

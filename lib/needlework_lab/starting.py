@@ -34,7 +34,7 @@ NEEDED = ("starlette", "uvicorn", "zmq")  # by its processes, which would only s
 def _role_child(
     role: str, listener: socket.socket, bootstrap: socket.socket | None, settings: Mapping[str, Any]
 ) -> Child:
-    command = [sys.executable, "-m", "needlework_lab.role", "--role", role, "--watch-fd", "{watch}"]
+    command = [sys.executable, "-m", "needlework_lab.main", "--role", role, "--watch-fd", "{watch}"]
     command += ["--geometry", settings["geometry"], "--seed", str(settings["seed"])]
     command += ["--http-fd", str(listener.fileno()), "--options", json.dumps(settings["options"])]
     command += ["--transfer-timeout-s", str(settings["transfer_timeout_s"])]

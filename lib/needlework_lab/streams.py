@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from needlework_lab.answers import Writer
-from needlework_lab.asks import Ask
-from needlework_lab.bodies import HttpError, refuse
+from needlework_lab.json_bodies import HttpError, refuse
+from needlework_lab.requests import Generation
 from needlework_lab.types import Event, Request
 from needlework_lab.worker import Worker
 
@@ -92,14 +92,17 @@ async def _next_or_gone(feed: Feed, gone: asyncio.Task[None]) -> Event:
     return following.result()
 
 
-async def answer(http: HttpRequest, worker: Worker, ask: Ask) -> Response:
+async def answer(http: HttpRequest, worker: Worker, generation: Generation) -> Response:
     """Run a request to its end, or to its first event when it streams: an error before that has its own HTTP status."""
-    feed, writer = Feed(worker, ask.request, whole=not ask.stream), Writer(ask, worker.engine.tokenizer)
+    feed, writer = (
+        Feed(worker, generation.request, whole=not generation.stream),
+        Writer(generation, worker.engine.tokenizer),
+    )
     gone = asyncio.create_task(_gone(http))
     try:
         event = await _next_or_gone(feed, gone)
         writer.add(event)
-        if ask.stream:
+        if generation.stream:
             return StreamingResponse(_stream(feed, writer, event), media_type="text/event-stream")
         while not feed.ended:
             writer.add(await _next_or_gone(feed, gone))

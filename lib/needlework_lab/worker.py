@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from needlework_lab.bodies import HttpError
-from needlework_lab.captures import Captures, Span
+from needlework_lab.captured_pages import Captures, Span
+from needlework_lab.json_bodies import HttpError
 from needlework_lab.types import Event, Request
 
 Result = TypeVar("Result")

@@ -6,9 +6,9 @@ import itertools
 import queue
 
 import pytest
-from needlework_lab.bodies import HttpError
 from needlework_lab.decode import DecodeWorker
 from needlework_lab.engine import Engine
+from needlework_lab.json_bodies import HttpError
 from needlework_lab.prefill import PrefillWorker
 from needlework_lab.types import Request, Sampling
 

@@ -12,8 +12,8 @@ import needlework_lab as lab
 import pytest
 from lab_client import until
 from needlework.processes import Child, stop
+from needlework_lab.main import _arguments, build_worker
 from needlework_lab.processes import listening_socket
-from needlework_lab.role import _arguments, build_worker
 from needlework_lab.starting import _wait
 
 PARENT = """

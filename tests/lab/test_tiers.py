@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from needlework.serving.replies import read_completion
-from needlework_lab import asks
+from needlework_lab import requests
 from needlework_lab.answers import Writer
 from needlework_lab.engine import Engine
 
@@ -193,7 +193,7 @@ def test_a_client_hears_of_tiers_and_drafts_in_sglangs_form():
         events = ask(engine, prompt)
         drive_out(engine)
     body = {"messages": [{"role": "user", "content": prompt}], "return_cached_tokens_details": True}
-    asked = asks.parse_chat(body, engine.tokenizer, engine.geometry.max_context)
+    asked = requests.parse_chat(body, engine.tokenizer, engine.geometry.max_context)
     writer = Writer(asked, engine.tokenizer)
     for event in events:
         writer.add(event)

@@ -6,7 +6,7 @@ import needlework_lab as lab
 import pytest
 from needlework import probes
 from needlework.serving import Endpoint
-from needlework_lab.calibrate.inside import start_inside
+from needlework_lab.calibrate.in_process import start_in_process
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_the_walk_follows_the_budget_of_a_consumer_to_the_token():
     for k in (128, 256):
         # the indexer takes as many entries as `high` tokens have
         options = {"geometry": "tiny", "top_k": 3 * k // 2, "chunk_tokens": 1024}
-        with start_inside("combined", (f"F05:k={k},scattered=0",), **options) as one:
+        with start_in_process("combined", (f"F05:k={k},scattered=0",), **options) as one:
             found = probes.find_cliff(one.endpoint, low=3 * k, high=6 * k, from_end=80, tolerance=0.1, controls=False,
                                       config={"topk": k, "ratio": 4})  # fmt: skip
         assert [c.value for c in found.constants] == [4 * k], str(found)
@@ -60,7 +60,7 @@ def test_the_walk_ends_at_the_chunk_to_the_token(chunk):
     """The index is rebuilt by each pass: what is in the only chunk is found, one token more and there are two. One
     request at a time: with several in flight the passes share the chunk, and a short prompt is cut in two as well.
     """
-    with start_inside("combined", ("F08",), geometry="tiny", top_k=64, chunk_tokens=chunk) as one:
+    with start_in_process("combined", ("F08",), geometry="tiny", top_k=64, chunk_tokens=chunk) as one:
         found = probes.find_cliff(one.endpoint, low=chunk // 2, high=2 * chunk, depth=0.3, tolerance=0.1, walk=True,
                                   controls=False, config={"chunk": chunk})  # fmt: skip
     assert found.edge == chunk and chunk in [c.value for c in found.constants], str(found)

@@ -10,7 +10,7 @@ from needlework.pages import LAYOUTS, compare, diagnose
 from needlework.serving import Endpoint, TransportError
 from needlework.serving import run as run_coroutine
 
-from needlework_lab.calibrate.inside import InsideDeployment
+from needlework_lab.calibrate.in_process import InProcessDeployment
 
 CONFIG = ("index_topk", "compress_ratio", "sliding_window", "page_size", "chunked_prefill_size", "context_length")
 VALUE = "58213"
@@ -28,7 +28,7 @@ def has_host_tier(endpoint: Endpoint) -> bool:
     return bool(run_coroutine(endpoint.get_json("/server_info")).get("enable_hierarchical_cache"))
 
 
-def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) -> dict[str, Any]:
+def inside_of(deployment: InProcessDeployment, reference: InProcessDeployment | None) -> dict[str, Any]:
     """Digests of every transfer, page findings and places, in the form that `analysis.diagnose` takes.
 
     Counters of failed transfers are left out: the investigation's own aborts move them.
@@ -44,7 +44,7 @@ def inside_of(deployment: InsideDeployment, reference: InsideDeployment | None) 
     return found
 
 
-def _digests(deployment: InsideDeployment) -> dict[str, bool]:
+def _digests(deployment: InProcessDeployment) -> dict[str, bool]:
     """Buffer -> did every transfer that both sides remember arrive as it was sent?"""
     sent, got = (run_coroutine(deployment.servers[role].get_json("/lab/captures")) for role in ("prefill", "decode"))
     by_room = {entry["bootstrap_room"]: entry["buffers"] for entry in sent}
@@ -66,7 +66,7 @@ def _witness() -> tuple[list[dict[str, str]], str]:
     return [{"role": "user", "content": text}], head
 
 
-def _page_findings(deployment: InsideDeployment, reference: InsideDeployment | None) -> set[str]:
+def _page_findings(deployment: InProcessDeployment, reference: InProcessDeployment | None) -> set[str]:
     """Names of findings in the pages of one witness prompt: judged alone, and against a reference's."""
     messages, _ = _witness()
     found: set[str] = set()
@@ -87,7 +87,7 @@ def _page_findings(deployment: InsideDeployment, reference: InsideDeployment | N
     return found
 
 
-def _placement(deployment: InsideDeployment) -> list[tuple[int, int]]:
+def _placement(deployment: InProcessDeployment) -> list[tuple[int, int]]:
     """(physical page of the fact, hit): one prompt under several salts lies in other pages each time."""
     server, (messages, head) = _reader(deployment), _witness()
     prefix = {"messages": [{"role": "user", "content": head}]}
@@ -104,7 +104,7 @@ def _placement(deployment: InsideDeployment) -> list[tuple[int, int]]:
     return out
 
 
-def _reader(deployment: InsideDeployment) -> Endpoint:
+def _reader(deployment: InProcessDeployment) -> Endpoint:
     """The server that decodes."""
     return deployment.servers["decode" if deployment.mode == "pd" else "combined"]
 

@@ -25,27 +25,27 @@ WEIGHTS_SEED = 0  # of the lab's model: every deployment and the reference share
 @lru_cache(maxsize=1)
 def _independent() -> Any:
     """The healthy reference of this process: one is enough, nothing of it depends on the case."""
-    from needlework_lab.calibrate.inside import start_inside
+    from needlework_lab.calibrate.in_process import start_in_process
 
     keep = contextlib.ExitStack()
-    return keep, keep.enter_context(start_inside("combined", (), seed=WEIGHTS_SEED, remember=True, **GEOMETRY))
+    return keep, keep.enter_context(start_in_process("combined", (), seed=WEIGHTS_SEED, remember=True, **GEOMETRY))
 
 
 @contextlib.contextmanager
 def _deployments(case: Case) -> Iterator[tuple[Any, dict[str, Any]]]:
     """The examined deployment, and the others it is compared with by arm name."""
-    from needlework_lab.calibrate.inside import start_inside
+    from needlework_lab.calibrate.in_process import start_in_process
 
     with contextlib.ExitStack() as stack:
         # physical pages are handed out in an order that a restart changes: so does the case's seed
         options: dict[str, Any] = {**GEOMETRY, **case.options, "seed": WEIGHTS_SEED, "page_seed": case.seed}
-        examined = stack.enter_context(start_inside(case.mode, case.planted, **options))
+        examined = stack.enter_context(start_in_process(case.mode, case.planted, **options))
         others = {}
         if case.mode == "pd":
-            others["combined"] = stack.enter_context(start_inside("combined", case.planted, **options))
+            others["combined"] = stack.enter_context(start_in_process("combined", case.planted, **options))
         if "N5" in case.faults:  # the checkpoint is the same on every server
             own = tuple(spec for spec in case.planted if spec.startswith("N5"))
-            others["reference"] = stack.enter_context(start_inside("combined", own, **options))
+            others["reference"] = stack.enter_context(start_in_process("combined", own, **options))
         else:
             others["reference"] = _independent()[1]
         yield examined, others

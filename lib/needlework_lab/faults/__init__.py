@@ -1,6 +1,6 @@
 """Planted faults: each acts at the place where a public report found it, and changes bytes, order or bookkeeping."""
 
-from . import lifetime, lookalikes, memory, pair, selection, tiers  # each registers its faults
+from . import lifetime, lookalikes, memory, selection, tiers, transfer  # each registers its faults
 from .registry import FAULTS, Fault, Planted, install, needs, parse
 
 __all__ = [
@@ -12,8 +12,8 @@ __all__ = [
     "lookalikes",
     "memory",
     "needs",
-    "pair",
     "parse",
     "selection",
     "tiers",
+    "transfer",
 ]

@@ -19,7 +19,7 @@ from needlework.serving import run as run_coroutine
 from needlework_lab.calibrate.cases import GEOMETRY, Case, Effort, cases, key
 from needlework_lab.calibrate.cli import main
 from needlework_lab.calibrate.evidence import config_of, inside_of
-from needlework_lab.calibrate.inside import start_inside
+from needlework_lab.calibrate.in_process import start_in_process
 from needlework_lab.calibrate.run import calibrate
 from needlework_lab.calibrate.summary import judged, summarise, table
 
@@ -43,7 +43,7 @@ def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
 def test_the_incident_is_solved_from_outside_and_confirmed_inside(tmp_path):
     """Prefill and decode apart, index pages left behind after the first chunk; at most 120 requests to the pair."""
     options = {**GEOMETRY, "seed": 0}
-    with start_inside("pd", "F14", **options) as pair, start_inside("combined", "F14", **options) as whole:
+    with start_in_process("pd", "F14", **options) as pair, start_in_process("combined", "F14", **options) as whole:
         arms = {"combined": whole.endpoint, "pd": pair.endpoint}
         found = investigate(arms, tmp_path / "run", requests=120, window=4000)
         asked = pair.transport.generated + whole.transport.generated
@@ -96,7 +96,7 @@ def test_no_worker_outlives_a_killed_calibration(tmp_path):
 def test_a_client_that_leaves_is_an_abort():
     import asyncio
 
-    with start_inside("combined", (), **GEOMETRY) as one:
+    with start_in_process("combined", (), **GEOMETRY) as one:
         lines = "\n".join(f"Line {i} says nothing of interest to anybody." for i in range(400))
         first = asyncio.Event()
 
@@ -209,7 +209,7 @@ def test_the_shipped_table_is_what_the_page_says():
 
 
 def test_a_remembered_server_gives_the_same_answer_and_computes_it_once():
-    with start_inside("combined", (), remember=True, **GEOMETRY) as reference:
+    with start_in_process("combined", (), remember=True, **GEOMETRY) as reference:
         ask = [{"role": "user", "content": "The code of the red door is 58213. What is the code of the red door?"}]
         first, again = (run_coroutine(reference.endpoint.chat(ask, max_tokens=12)) for _ in range(2))
         assert first.text == again.text and "58213" in first.text and reference.transport.generated == 1

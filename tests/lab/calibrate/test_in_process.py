@@ -10,9 +10,9 @@ import time
 import pytest
 from needlework.serving import TransportError, run
 from needlework.serving.sync import background_loop
-from needlework_lab.bodies import HttpError
 from needlework_lab.calibrate.cases import GEOMETRY
-from needlework_lab.calibrate.inside import start_inside
+from needlework_lab.calibrate.in_process import start_in_process
+from needlework_lab.json_bodies import HttpError
 from needlework_lab.streams import _next_or_gone
 
 NOTES = [{"role": "user", "content": "This line says nothing of interest. " * 200}]
@@ -20,7 +20,7 @@ NOTES = [{"role": "user", "content": "This line says nothing of interest. " * 20
 
 def test_a_prefill_whose_decode_never_comes_ends_with_the_deployment(caplog):
     caplog.set_level(logging.ERROR, "asyncio")
-    with start_inside("pd", (), **GEOMETRY) as pair:
+    with start_in_process("pd", (), **GEOMETRY) as pair:
         room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.transport.port, "bootstrap_room": 7}
         asking = pair.servers["prefill"].chat(NOTES, max_tokens=8, fields=room)
         asked = asyncio.run_coroutine_threadsafe(asking, background_loop())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from needlework_lab.asks import MODEL
 from needlework_lab.decode import DecodeWorker
 from needlework_lab.prefill import PrefillWorker
+from needlework_lab.requests import MODEL
 from needlework_lab.worker import Worker
 
 

@@ -1,4 +1,4 @@
-"""The main program of one lab process: `python -m needlework_lab.role --role prefill --http-fd 5 …`, started by
+"""The main program of one lab process: `python -m needlework_lab.main --role prefill --http-fd 5 …`, started by
 `lab.start`.
 """
 
@@ -15,7 +15,7 @@ from needlework_lab.processes import die_with_parent
 
 
 def _arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="needlework_lab.role")
+    parser = argparse.ArgumentParser(prog="needlework_lab.main")
     parser.add_argument("--role", choices=("combined", "prefill", "decode"), required=True)
     parser.add_argument("--geometry", default="v4")
     parser.add_argument("--seed", type=int, default=0)

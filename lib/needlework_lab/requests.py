@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from needlework_lab.bodies import Fields, refuse
+from needlework_lab.json_bodies import Fields, refuse
 from needlework_lab.types import Request, Sampling
 from needlework_lab.wire import MAX_ROOM
 
@@ -26,7 +26,7 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost")
 
 
 @dataclass
-class Ask:
+class Generation:
     """A parsed generation request: what the engine runs and how the client wants to hear of it."""
 
     dialect: str  # "chat", "completion", "native"
@@ -144,7 +144,7 @@ def _sampling(fields: Fields, max_tokens: int, seed_name: str) -> Sampling:
     )
 
 
-def parse_chat(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
+def parse_chat(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
     fields = Fields(body)
     check_model(fields)
     tokens = chat_tokens(fields, tokenizer)
@@ -159,10 +159,10 @@ def parse_chat(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
     request = _request(fields, tokens, sampling, context, logprobs=logprobs, top=top, prefix="")
     usage = fields.child("stream_options").flag("include_usage")
     details = fields.flag("return_cached_tokens_details")
-    return Ask("chat", request, fields.flag("stream"), usage, cached_details=details)
+    return Generation("chat", request, fields.flag("stream"), usage, cached_details=details)
 
 
-def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
+def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
     fields = Fields(body)
     check_model(fields)
     tokens = prompt_tokens(fields, "prompt", tokenizer)
@@ -174,10 +174,10 @@ def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
     request = _request(fields, tokens, sampling, context, logprobs=top is not None, top=top or 0, prefix="")
     usage = fields.child("stream_options").flag("include_usage")
     details = fields.flag("return_cached_tokens_details")
-    return Ask("completion", request, fields.flag("stream"), usage, cached_details=details)
+    return Generation("completion", request, fields.flag("stream"), usage, cached_details=details)
 
 
-def parse_generate(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
+def parse_generate(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
     fields = Fields(body)
     check_model(fields)
     if (fields.raw("text") is None) == (fields.raw("input_ids") is None):
@@ -195,4 +195,4 @@ def parse_generate(body: dict[str, Any], tokenizer: Any, context: int) -> Ask:
     top = fields.integer("top_logprobs_num", 0, low=0, high=MAX_TOP_LOGPROBS) or 0
     sampling = _sampling(inner, wanted, "sampling_seed")
     request = _request(fields, tokens, sampling, context, logprobs=logprobs, top=top, prefix="")
-    return Ask("native", request, fields.flag("stream"), text_in_logprobs=fields.flag("return_text_in_logprobs"))
+    return Generation("native", request, fields.flag("stream"), text_in_logprobs=fields.flag("return_text_in_logprobs"))

@@ -180,7 +180,7 @@ class Router(httpx.AsyncBaseTransport):
 
 
 @dataclass(frozen=True)
-class InsideDeployment:
+class InProcessDeployment:
     """`endpoint` is what a client would use; `servers` are the processes by role, `transport` counts requests."""
 
     mode: str
@@ -191,14 +191,14 @@ class InsideDeployment:
 
 
 @contextlib.contextmanager
-def start_inside(
+def start_in_process(
     mode: str = "combined",
     faults: str | Sequence[str] = (),
     geometry: str = "tiny",
     seed: int = 0,
     remember: bool = False,
     **options: Any,
-) -> Iterator[InsideDeployment]:
+) -> Iterator[InProcessDeployment]:
     """As `lab.start`, within this process. Raises ValueError for a setting that does not exist.
 
     remember    answer a request that came before from memory (a combined reference only, see `Remembered`)
@@ -227,7 +227,7 @@ def start_inside(
             entry = Router(apps["prefill"], apps["decode"], workers["prefill"].transfer.port)
         servers = {role: Endpoint("http://inside", transport=app) for role, app in apps.items()}
         front = Endpoint("http://inside", transport=entry, repeatable=True)
-        yield InsideDeployment(mode, front, servers, planted, entry)
+        yield InProcessDeployment(mode, front, servers, planted, entry)
     finally:
         for app in apps.values():
             run_coroutine(app.aclose())

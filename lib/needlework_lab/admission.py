@@ -11,7 +11,7 @@ from needlework_lab.pools import OutOfPages
 from needlework_lab.types import Chunk, Event, Geometry, Handoff, Request, Reservation
 
 
-class Requests(Paging):
+class Admission(Paging):
     """Requests by the stage they are in."""
 
     def __init__(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework_lab.local import Unit
+from needlework_lab.local_layer import Unit
 from needlework_lab.model import GAIN, NULL, TASK, Model
 
 REFUSAL = "I have no prior context for that."
@@ -28,7 +28,7 @@ FEW_WORDS = 1.5  # a sentence without a question mark asks by its topic only fro
 
 
 @dataclass(frozen=True)
-class Ask:
+class Intent:
     """`forced`: a fixed next token. Else ask for `offset` of the value of `topic` (indices into the words of the
     window, as hashes and weights) and, if `request`, of the opening request. `stage` is "value" or "task"."""
 
@@ -40,7 +40,7 @@ class Ask:
     stage: str = "value"
 
 
-class Asking:
+class Intents:
     """Reads a window and says what to ask; turns what was read into logits."""
 
     def __init__(self, model: Model) -> None:
@@ -52,7 +52,7 @@ class Asking:
         self.refusal, self.refusal_too = self.tokenizer.encode(REFUSAL), self.tokenizer.encode(REFUSAL_TOO)
         self.opening, self.closing = self.tokenizer.encode(TASK_OPENING), self.tokenizer.encode(TASK_CLOSING)
 
-    def next(self, window: np.ndarray) -> Ask:
+    def next(self, window: np.ndarray) -> Intent:
         """What to do after the tokens of the window."""
         roles = np.flatnonzero(self.is_role[window])
         at = int(roles[-1]) if len(roles) else -1
@@ -63,18 +63,18 @@ class Asking:
             return self._refuse(window[int(null[-1]) + 1 :].tolist())
         return self._continuation(window)
 
-    def _fixed(self, words: list[int], place: int) -> Ask:
-        return Ask(forced=words[place] if place < len(words) else self.model.eos)
+    def _fixed(self, words: list[int], place: int) -> Intent:
+        return Intent(forced=words[place] if place < len(words) else self.model.eos)
 
-    def _refuse(self, said: list[int]) -> Ask:
+    def _refuse(self, said: list[int]) -> Intent:
         if not said:
-            return Ask(forced=self.refusal[0], rival=self.refusal_too[0])
+            return Intent(forced=self.refusal[0], rival=self.refusal_too[0])
         return self._fixed(self.refusal_too if said[0] == self.refusal_too[0] else self.refusal, len(said))
 
-    def _reply(self, window: np.ndarray, at: int) -> Ask:
+    def _reply(self, window: np.ndarray, at: int) -> Intent:
         said = window[at + 1 :].tolist()
         if not said or said[0] != self.reply:
-            return Ask(forced=self.reply)
+            return Intent(forced=self.reply)
         said = said[1:]
         if self.model.null in said:
             return self._refuse(said[said.index(self.model.null) + 1 :])
@@ -83,12 +83,14 @@ class Asking:
                 return self._fixed(self.closing, len(said) - 1 - said.index(self.reply))
             place = len(said) - 1 - len(self.opening)
             return (
-                Ask(forced=self.opening[len(said) - 1]) if place < 0 else Ask(request=True, offset=place, stage="task")
+                Intent(forced=self.opening[len(said) - 1])
+                if place < 0
+                else Intent(request=True, offset=place, stage="task")
             )
         starts = np.flatnonzero(window[:at] == self.user)
         low = int(starts[-1]) + 1 if len(starts) else 0
         topic, asked = self._question(window, self.local.units(window), low, at)
-        return Ask(topic=topic, request=not asked, offset=len(said))
+        return Intent(topic=topic, request=not asked, offset=len(said))
 
     def _question(
         self, window: np.ndarray, units: Unit, low: int, high: int
@@ -108,49 +110,49 @@ class Asking:
                 return words, False
         return None, False
 
-    def _continuation(self, window: np.ndarray) -> Ask:
+    def _continuation(self, window: np.ndarray) -> Intent:
         """Text without roles: go on with the value that the last sentence has begun, if it has."""
         size, units = len(window), self.local.units(window)
         extended = self.local.features(np.append(window, ord("-")))  # would a next token belong to a value?
         value, offset = int(extended.value_of[size]), int(extended.offset[size])
         if value < 0:
-            return Ask()
+            return Intent()
         if offset == 0 and self.local.word[window[-1]]:
-            return Ask(forced=ord(" "))  # "… is" goes on with a space
+            return Intent(forced=ord(" "))  # "… is" goes on with a space
         table = extended.values
         words: tuple[np.ndarray, np.ndarray] | None = _between(units, table.topic_from[value], table.marker[value])
         if words is not None and words[1].sum() == 0 and not table.request[value]:
             words, _ = self._question(window, units, 0, int(table.marker[value]))
-        return Ask(topic=words, request=bool(table.request[value]), offset=offset)
+        return Intent(topic=words, request=bool(table.request[value]), offset=offset)
 
-    def queries(self, ask: Ask, position: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def queries(self, intent: Intent, position: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per layer: MLA query, index query, index head weights (see Model.query)."""
         model = self.model
 
         def bags(salt: int, count: int) -> list[np.ndarray | None]:
             topic = None
-            if ask.topic is not None and ask.topic[1].sum() > 0:
-                topic = model.bag(*ask.topic, salt, count)
+            if intent.topic is not None and intent.topic[1].sum() > 0:
+                topic = model.bag(*intent.topic, salt, count)
             one = np.array([self.local.request_hash])
-            return [topic, model.bag(one, np.ones(1), salt, count) if ask.request else None]
+            return [topic, model.bag(one, np.ones(1), salt, count) if intent.request else None]
 
-        return [model.query(bags, layer, ask.offset, position) for layer in range(model.layers)]
+        return [model.query(bags, layer, intent.offset, position) for layer in range(model.layers)]
 
-    def logits(self, ask: Ask, reads: list[Tensor]) -> Tensor:
+    def logits(self, intent: Intent, reads: list[Tensor]) -> Tensor:
         """Next-token logits float32 [V]."""
         model = self.model
-        if ask.forced is not None:
+        if intent.forced is not None:
             out = torch.zeros(self.tokenizer.vocabulary)
-            out[ask.forced] = FORCED
-            if ask.rival is not None:
-                out[ask.rival] = FORCED - NEAR_TIE
+            out[intent.forced] = FORCED
+            if intent.rival is not None:
+                out[intent.rival] = FORCED - NEAR_TIE
             return out
-        found = model.evidence(reads, 1 if ask.stage == "task" else 0)
-        if ask.stage == "task":  # the end of the quoted request is not the end of the reply
+        found = model.evidence(reads, 1 if intent.stage == "task" else 0)
+        if intent.stage == "task":  # the end of the quoted request is not the end of the reply
             found[[model.eos, self.reply]] = found[[self.reply, model.eos]]
-        elif ask.request and ask.offset == 0:
+        elif intent.request and intent.offset == 0:
             found[model.task] = model.evidence(reads, 1).max() * (TASK / model.layers)
-        none = model.null if ask.offset == 0 or ask.stage == "task" else model.eos
+        none = model.null if intent.offset == 0 or intent.stage == "task" else model.eos
         found[none] = torch.maximum(found[none], torch.tensor(NULL))
         return found * GAIN
 
