@@ -17,6 +17,7 @@ _KIND = {
     "garbage": 7, "miss": 8,
 }  # fmt: skip
 UNMEASURED = -1
+CUT = 3  # prompts that end before their value does: they are cut
 _VOLATILE = ("trial_id", "run", "time", "ordinal", "ttft_s", "latency_s", "source", "probe")
 _WORDS = re.compile(r"[\w-]+")
 _LOOP = re.compile(r"(.{1,40}?)\1{5,}", re.DOTALL)
@@ -48,7 +49,9 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     elif "ordinal" in t and t["ordinal"].notna().all() and t["ordinal"].is_unique:
         order = t["ordinal"].rank(method="first")
     timed = not (order.to_numpy() == np.arange(len(t))).all() or "time" in t
-    dropped = (table.texts(t, "aborted").str.startswith("by") | label.str.startswith("victim")) & ~aside
+    aborted = table.texts(t, "aborted")
+    dropped = (aborted.str.startswith("by") | label.str.startswith("victim")) & ~aside
+    aside |= (aborted != "") & (table.texts(t, "answer") == "") & ~dropped  # dropped too late: its answer was not read
     arm = table.texts(t, "arm")
     since = _since(order, dropped, arm, label)
     repeated = _repeated(t) & ~aside
@@ -64,14 +67,18 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     outcome = outcome[keep].iloc[sequence].to_numpy()
     counted, evaluated, wished = number("counted_tokens"), number("prompt_tokens"), number("target_tokens")
     low, high = (np.where(np.isfinite(x), x, counted) for x in (number("sent_low"), number("sent_high")))
+    cached, cache, place = number("cached_tokens"), table.texts(t, "cache").to_numpy(), number("needle_token")
+    beyond = place > evaluated + np.maximum(np.nan_to_num(cached), np.maximum(16, 0.02 * evaluated))
+    if beyond.sum() >= CUT and np.isfinite(wished).any():  # then targets tell what was sent
+        sent = wished * np.nanquantile(np.where(beyond, np.nan, evaluated / wished), 0.75)
+        low = np.where(np.isfinite(low), low, np.where(beyond, np.maximum(place, 0.8 * sent), 0.8 * sent))
+        high = np.where(np.isfinite(high), high, np.maximum(low, 1.2 * sent))
     cut = np.isfinite(low) & np.isfinite(evaluated) & (evaluated < low - np.maximum(16, 0.02 * low))
     length = np.where(cut, (low + high) / 2, evaluated)  # a count far below what was sent is no place on the curve
     for other in (counted, (low + high) / 2, wished):
         length = np.where(np.isfinite(length), length, other)
     length = np.where(length > 0, length, np.nan)
-    place = number("needle_token")
     place = np.where(np.isfinite(place), place, number("depth") * length)
-    cached, cache = number("cached_tokens"), table.texts(t, "cache").to_numpy()
     warm = (cached > 0) & (cache != "cold") | ((cache == "warm") & ~np.isfinite(cached))
     cached = np.where(warm, np.where(np.isfinite(cached), cached, length), 0.0)
     answer, expected = table.texts(t, "answer").to_numpy(), table.texts(t, "expected").to_numpy()
@@ -80,6 +87,7 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     for i in np.flatnonzero(kind > 0):
         misjudged[i] = bool(expected[i]) and kind[i] != 5 and _holds(answer[i], expected[i])
     kind[misjudged] = 0
+    kind[(kind == 5) & (answer == "") & (outcome != "reasoning_only")] = 4  # nothing, up to the limit
     kind[(kind == 5) & np.array([bool(_LOOP.search(a[:400])) for a in answer], bool)] = 7  # nonsense up to the limit
     source = table.texts(t, "answered_from").to_numpy()
     kind[(kind > 0) & np.char.startswith(source.astype(str), "trial:")] = 3
@@ -174,8 +182,11 @@ def _replica(t: pd.DataFrame) -> np.ndarray:
 
 
 def _holds(answer: str, expected: str) -> bool:
-    value, text = re.sub(r"[\W_]", "", expected).lower(), re.sub(r"[\W_]", "", answer).lower()
-    return len(value) >= 3 and value in text and len(set(_WORDS.findall(answer))) < 400
+    """Does the value stand in the answer as a word of its own, whatever separates its parts? "I41020" is no 41020."""
+    parts = [re.escape(part) for part in re.split(r"[\W_]+", expected) if part]
+    if sum(map(len, parts)) < 3 or len(set(_WORDS.findall(answer))) >= 400:
+        return False
+    return bool(re.search(r"(?i)(?<![^\W_])" + r"[\W_]*".join(parts) + r"(?![^\W_])", answer))
 
 
 def _foreign(kind: np.ndarray, answer: np.ndarray, expected: np.ndarray) -> np.ndarray:

@@ -65,11 +65,13 @@ class Marks:
 
 @dataclass(frozen=True)
 class Counts:
-    """Outcomes inside the set [values, columns], the prior of each value, and what tells a value: (low, high) or so."""
+    """Outcomes inside the set [values, columns], the prior of each value, and what tells a value: (low, high) or so;
+    `unclear`: outcomes of requests of which the law cannot say whether they are inside, where there are any."""
 
     inside: np.ndarray
     prior: np.ndarray
     values: np.ndarray
+    unclear: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,16 @@ def _masks(
     say: Callable[[dict[str, tuple[float, float, float]]], str],
     parameters: tuple[str, ...] = (),
 ) -> Family:
-    """A family given by a set for each of a few values, all equally likely before."""
+    """A family given by a set for each of a few values, all equally likely before; a half in the set is unclear."""
 
     def count(c: Rows, marks: Marks) -> Counts | None:
         values = list(options(c))
         if not values:
             return None
-        inner = np.stack([marks.sums(np.asarray(inside(c, value), int), 2)[1] for value in values])
-        return Counts(inner, np.full(len(values), 1 / len(values)), np.array(values, float))
+        halves = [np.asarray(2 * np.asarray(inside(c, value), float), int) for value in values]
+        _, unclear, inner = np.stack([marks.sums(half, 3) for half in halves], 1)
+        same = np.full(len(values), 1 / len(values))
+        return Counts(inner, same, np.array(values, float), unclear if unclear.any() else None)
 
     return Family(name, count, lambda c, value: inside(c, value).astype(float), say, parameters)
 
@@ -162,24 +166,31 @@ def _in_pass(c: Rows, size: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return place // size, (length - 1) // size, place % size
 
 
+def _clear(c: Rows, inside: np.ndarray, sure: np.ndarray | bool = False) -> np.ndarray:
+    """A pass shared with other requests ends sooner, and a cached value was in a pass of a request before: a half."""
+    unclear = ((c["load"] > 1) & ~np.asarray(sure)) | (c["warm"] & (c["cached"] >= c["place"]))
+    return np.where(unclear & np.isfinite(c["place"]), 0.5, inside)
+
+
 def _last(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return (mine < last) & np.isfinite(mine)
+    return _clear(c, (mine < last) & np.isfinite(mine), c["left"] > v[0])
 
 
 def _first(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return (mine == 0) & (last > 0)
+    return _clear(c, (mine == 0) & (last > 0), mine > 0)
 
 
 def _alternate(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return (mine % 2 == v[1]) & (last > 0)
+    return _clear(c, (mine % 2 == v[1]) & (last > 0))
 
 
 def _border(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, within = _in_pass(c, v[0])
-    return (last > 0) & (((within >= v[0] - v[1]) & (mine < last)) | ((within < v[1]) & (mine > 0)))
+    near = ((within >= v[0] - v[1]) & (mine < last)) | ((within < v[1]) & (mine > 0))
+    return _clear(c, (last > 0) & near)
 
 
 def _all(c: Rows, v: tuple[float, ...] = ()) -> np.ndarray:

@@ -318,21 +318,24 @@ def _hypotheses(c: Rows) -> list[_Hypothesis]:
         counts = family.count(c, marks.get(family.name, every_gate)) if mine else None
         if counts is not None:
             inside = counts.inside.reshape(-1, len(mine), len(present)).astype(np.int32)
+            unclear = 0 if counts.unclear is None else counts.unclear.reshape(inside.shape).astype(np.int32)
             chosen = [gates[i] for i in mine]
-            out += _family(family.name, inside, counts.prior, counts.values, chosen, present, every, score)
+            out += _family(family.name, inside, unclear, counts.prior, counts.values, chosen, present, every, score)
     where = [g for g in gates if g.state == "any"]
     out += _fading(c, where, kind) + _free(c, kind, gates[0]) + _prompts(c, kind, gates[0])
     return out
 
 
-def _family(name: str, inside: np.ndarray, prior: np.ndarray, values: np.ndarray, gates: list[Gate],
-            present: list[int], every: np.ndarray, score: _Score) -> list[_Hypothesis]:  # fmt: skip
-    n = inside.sum(2)
+def _family(name: str, inside: np.ndarray, unclear: np.ndarray | int, prior: np.ndarray, values: np.ndarray,
+            gates: list[Gate], present: list[int], every: np.ndarray, score: _Score) -> list[_Hypothesis]:  # fmt: skip
+    n, met = inside.sum(2), inside + unclear
     ok = (n > 0) & ((n < every.sum()) | (name == "any"))
     weight = np.where(ok, prior[:, None], 0)
     share = weight.sum(0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        base = np.log(weight / np.where(share > 0, share, 1)) + score.outside(inside) + score.kinds(inside)
+        base = np.log(weight / np.where(share > 0, share, 1)) + score.outside(met) + score.kinds(met)
+    if np.any(unclear):
+        base = base + score.any_rate(np.asarray(unclear))
     rates = {hard: base + score.rate(inside, hard) for hard in (True, False)}
     out = []
     for hard, log in rates.items():
@@ -345,7 +348,8 @@ def _family(name: str, inside: np.ndarray, prior: np.ndarray, values: np.ndarray
             top = top[np.argsort(-w[top])[:200]]
             some = inside[top, g]
             x, m = some[:, 1:].sum(1), some.sum(1)
-            counts = np.stack([x, m, every[1:].sum() - x, every.sum() - m], 1)
+            outer = every - met[top, g]
+            counts = np.stack([x, m, outer[:, 1:].sum(1), outer.sum(1)], 1)
             kinds = np.zeros(len(KIND_INDEX))
             kinds[present] = some[0]
             out.append(
@@ -382,6 +386,10 @@ class _Score:
     def rate(self, inside: np.ndarray, hard: bool) -> np.ndarray:
         n = inside.sum(2)
         return self._beta(n - inside[..., 0], n, RATES[hard])
+
+    def any_rate(self, unclear: np.ndarray) -> np.ndarray:
+        n = unclear.sum(2)
+        return self._beta(n - unclear[..., 0], n, (1.0, 1.0))
 
     def outside(self, inside: np.ndarray) -> np.ndarray:
         n = self.every.sum() - inside.sum(2)
@@ -520,7 +528,7 @@ def _pairs(c: Rows, hypotheses: list[_Hypothesis]) -> list[_Hypothesis]:
     for h in sorted(plain, key=lambda h: -h.evidence):
         best.setdefault((h.family, h.gate.state, h.where), h)
     out = []
-    if not best:
+    if not best or c["lost"].mean() > 0.97:  # where all is lost nothing is left behind
         return []
     first = next(iter(best.values()))
     plainest = max((h.evidence for h in hypotheses if h.name == "any"), default=-np.inf)
@@ -528,8 +536,7 @@ def _pairs(c: Rows, hypotheses: list[_Hypothesis]) -> list[_Hypothesis]:
     if left[2] < 3 or left[2] <= 0.03 * left[3] or first.evidence < max(plainest, _calm(kind)) + 5:
         return []
     for h in list(best.values())[:LIKELIEST]:
-        inside = (BY_NAME[h.family].mask(c, h.values[0]) > 0.5) & h.gate.mask(c)
-        rest = ~inside
+        rest = BY_NAME[h.family].mask(c, h.values[0]) * h.gate.mask(c) < 0.5
         lost = int((kind[rest] > 0).sum())
         if lost < 3 or lost <= 0.03 * rest.sum():
             continue
@@ -564,6 +571,8 @@ def _law(name: str, share: float, members: list[tuple[float, _Hypothesis]], c: R
     if (second := first.second) is not None:
         sentence += f"; and {_sentence(second, _parameters(second, _weighed(second)))}"
     counted = f": {n - x:,} of {n:,} found; everything else: {m - y:,} of {m:,}" if m else f": {n - x:,} of {n:,} found"
+    if (unclear := len(c) - n - m) > 0:
+        counted += f"; {unclear:,} whose value was cached or whose pass was shared not counted"
     return Law(name, sentence + counted, share, parameters, rate, outside, (x, n), (y, m))
 
 
