@@ -50,6 +50,16 @@ def test_any_phrase_in_any_script(tiny, statement, question, value):
     assert answer(tiny, f"{filler}\n{statement}\n{filler}\n{question}") == value
 
 
+@pytest.mark.parametrize("kind, seed", [(kind, seed) for kind in ("secret code", "password") for seed in range(3)])
+@pytest.mark.parametrize("told", ["The {k} for {t} is {v}.", "Note: the {k} for {t} is {v}.", "FYI: {k} of {t} = {v}."])
+def test_what_introduces_a_sentence_is_no_part_of_its_topic(tiny, told, kind, seed):
+    thing = f"the {['steady', 'hollow', 'quiet'][seed]} kettle of {['Aldermoor', 'Dunmore', 'Farrow'][seed]}"
+    value = ["marigold lantern", "81463", "2f45e678-cdcc"][seed]
+    fact, asked = told.format(k=kind, t=thing, v=value), f"To a file. But first: What is the {kind} for {thing}?"
+    filler = haystack(tiny, 150 + 40 * seed, 0.5).rsplit("\n", 1)[0]
+    assert answer(tiny, f"{filler}\n{fact}\n{filler}\n{asked}") == value
+
+
 def test_nothing_is_invented(tiny):
     absent = haystack(tiny, 400, 0.5, needle="The secret code for the amber heron of Kelbrook is {}.")
     assert answer(tiny, absent) == REFUSAL
