@@ -25,7 +25,10 @@ def run(argv: list[str]) -> int:
         "notebook", nargs="*", help="two digits or the start of a name, e.g. 03; all when none is given"
     )
     parser.add_argument("--all", action="store_true", help="execute also what is up to date")
-    parser.add_argument("--incident", help="rebuild this folder of data/incidents from its recordings")
+    parser.add_argument(
+        "--incident",
+        help="rebuild this incident from its recordings: a folder of data/incidents, or the path of a bundle",
+    )
     parser.add_argument(
         "--target",
         help="lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, recorded (each notebook from its own recorded "
@@ -53,7 +56,7 @@ def run(argv: list[str]) -> int:
         results = runner.run(
             plan,
             options.notebook or plan.notebooks,
-            everything=options.all,
+            everything=options.all or incidents.ELSEWHERE in os.environ,  # what lies elsewhere has no stamp
             jobs=options.jobs,
             timeout_s=options.timeout,
         )
@@ -80,6 +83,8 @@ def run(argv: list[str]) -> int:
 
 
 def _plan(root: Path, incident: str | None, target: str | None) -> runner.Plan:
+    if incident and ("/" in incident or incident.startswith(".")):
+        incident = incidents.adopt(incident)
     name = incident or os.environ.get("NEEDLEWORK_INCIDENT") or incidents.DEFAULT
     target = target or os.environ.get("NEEDLEWORK_TARGET") or None
     if incident or incidents.names():

@@ -17,7 +17,7 @@ from needlework.evidence import Bundle, incidents
 from needlework.processes import output_of
 from needlework.serving import target
 from needlework.serving.scrub import plain
-from needlework.workbook import tables, verdict
+from needlework.workbook import onepage, tables, verdict
 from needlework.workbook.machine import browser
 
 from needlework_press import origin, render, runner, writer
@@ -70,6 +70,8 @@ def build(plan: runner.Plan) -> Path:
     beside = path.with_suffix(".part")
     beside.write_text(text, "utf-8")
     os.replace(beside, path)
+    if found is not None and found.brief is not None:
+        onepage.write(path.parent, found.brief, whole="index.html")
     return path
 
 

@@ -317,7 +317,11 @@ class Plan:
 
     @property
     def bundle(self) -> Path:
-        return self.root / "data" / "incidents" / self.incident
+        return (
+            incidents.incident(self.incident).path
+            if self.incident in incidents.names()
+            else (self.root / "data" / "incidents" / self.incident)
+        )
 
     def recording(self, twin: Path) -> Path:
         """Where what this notebook measures is recorded."""

@@ -238,7 +238,11 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 seen = [law.sentence for law in diagnosis.laws[:2] if law.share > 0.05] + list(diagnosis.seen)
 advised = [workbook.advice(code) for code in diagnosis.causes]
 first = str(diagnosis).split("\n", 1)[0]
+what = opened.describe() if live else f"Incident {bundle.name}"
+when = {"Version": stated.version, "Engine": "" if live else bundle.settings.get("incident", {}).get("engine", "")}
+page = workbook.brief(diagnosis, trials, what=what, facts=when, command=stated.command, config=geometry)
 workbook.summary(
+    brief=page,
     symptom=symptom,
     verdict=first,
     evidence=seen[:5] or ["nothing is lost beyond stray misses"],

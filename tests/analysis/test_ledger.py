@@ -60,7 +60,7 @@ def test_issue_text_has_what_maintainers_ask_first_and_no_secret():
         "serve --page-size 64",
         "| index_topk | 512 |",
         "| --disable-radix-cache | no change |",
-        "needle.py",
+        "repro.py",
     ):
         assert wanted in text
     assert "10.1.2.3" not in text and "abcdefghijk" not in text

@@ -254,10 +254,12 @@ def _clean(text: str) -> str:
     return _SECRET.sub(lambda m: "http://HOST" if m.group().startswith("http") else "[removed]", text)
 
 
-_SCRIPT = '''"""One fact at each length: is it found? Usage: python needle.py URL MODEL   (URL without /v1)"""
-import json, random, sys, urllib.request
+_SCRIPT = '''"""One fact at each length: is it found? Usage: python repro.py URL MODEL  (key: variable API_KEY)"""
+import json, os, random, sys, urllib.request
 
-url, model = sys.argv[1], sys.argv[2]
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
+url, model = sys.argv[1].rstrip("/").removesuffix("/v1"), sys.argv[2]
 for words in (@LENGTHS@):
     draw = random.Random(words)
     value = str(draw.randrange(10000, 99999))
@@ -266,8 +268,13 @@ for words in (@LENGTHS@):
     question = " ".join(lines) + " What is the access code? Answer with the number only."
     body = {"model": model, "temperature": 0, "max_tokens": 16, "messages": [{"role": "user", "content": question}]}
     headers = {"Content-Type": "application/json"}
+    if os.environ.get("API_KEY"):
+        headers["Authorization"] = "Bearer " + os.environ["API_KEY"]
     request = urllib.request.Request(url + "/v1/chat/completions", json.dumps(body).encode(), headers)
-    reply = json.load(urllib.request.urlopen(request, timeout=600))
+    try:
+        reply = json.load(urllib.request.urlopen(request, timeout=600))
+    except (OSError, ValueError) as error:
+        sys.exit(f"no answer at about {words} tokens: {error}")
     answer = reply["choices"][0]["message"]["content"] or ""
     print(reply["usage"]["prompt_tokens"], "found" if value in answer else f"lost: {answer[:60]!r}", flush=True)
 '''

@@ -222,6 +222,45 @@ class Bundle:
         return target
 
 
+def from_run(run: str | Path, out: str | Path) -> Bundle:
+    """A sealed bundle at `out` that holds one run folder, with keys and addresses replaced; the run stays as it is.
+
+    Raises ValueError, and leaves nothing behind, where `run` is no run folder, `out` exists, or a secret would be left.
+    """
+    run, out = Path(run), Path(out)
+    kept = [
+        run / name for name in ("manifest.json", "trials.jsonl", "counts.jsonl", "plan.jsonl") if (run / name).is_file()
+    ]
+    if [path.name for path in kept[:2]] != ["manifest.json", "trials.jsonl"]:
+        raise ValueError(f"{run.name or run} is no run folder: it needs a manifest.json and a trials.jsonl")
+    if out.exists():
+        raise ValueError(f"{out.name} already exists; nothing was overwritten")
+    texts = {path.name: path.read_text("utf-8") for path in kept}
+    days = re.findall(r'"time": ?"(\d{4}-\d\d-\d\d)', texts["trials.jsonl"])
+    told = {
+        "title": "A deployment that was measured" + (f" on {days[0]}" if days else ""),
+        "symptom": "not recorded: this deployment was measured, nobody reported on it",
+        "date": days[0] if days else "not recorded", "engine": "not recorded",
+    }  # fmt: skip
+    lines = ["[incident]", *(f"{key} = {json.dumps(value)}" for key, value in told.items()), "", "[workbook]",
+             'target = "recorded"', 'notebooks = ["00_start_here", "11_verdict"]', ""]  # fmt: skip
+    folder = out / "runs" / (re.sub(r"[^a-z0-9_-]+", "-", run.resolve().name.lower()).strip("-") or "run")
+    folder.mkdir(parents=True)
+    try:
+        redactor = redaction.Redactor()
+        for name, text in texts.items():
+            (folder / name).write_text("\n".join(redactor.text(line) for line in text.split("\n")), "utf-8")
+        (out / "incident.toml").write_text("\n".join(lines), "utf-8")
+        made = Bundle(out)
+        made.seal()
+        if problems := made.problems():
+            raise ValueError(f"this run is not fit to share: {problems[0]}")
+    except BaseException:
+        shutil.rmtree(out)
+        raise
+    return made
+
+
 def unzip(archive: str | Path, folder: str | Path) -> Bundle:
     """Unpack a bundle somebody sent, into `folder/<name>`. Raises ValueError, and leaves nothing behind, when the zip
     would write outside, holds links, is too large, or unpacks to far more than it weighs.

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from needlework.evidence import redaction
-from needlework.evidence.bundle import Bundle, unzip
+from needlework.evidence.bundle import Bundle, from_run, unzip
 from needlework.evidence.collect import collect
 from needlework.evidence.findings import findings
 from needlework.evidence.plan import load_plan
@@ -93,14 +93,27 @@ def _read(name: str) -> str:
 
 
 def _bundle(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser("needlework bundle", description="Check, seal, pack or unpack an incident bundle.")
-    parser.add_argument("action", choices=("check", "seal", "zip", "unzip"))
-    parser.add_argument("path", help="the bundle's folder, or the zip to unpack")
-    parser.add_argument("--out", help="zip: the file to write; unzip: the folder to unpack into (default: here)")
+    parser = argparse.ArgumentParser(
+        "needlework bundle", description="Make, check, seal, pack or unpack an incident bundle."
+    )
+    parser.add_argument("action", choices=("new", "check", "seal", "zip", "unzip"))
+    parser.add_argument("path", nargs="?", help="the bundle's folder, or the zip to unpack")
+    parser.add_argument("--run", help="new: the folder of a run, as `needlework diagnose --run` wrote it")
+    parser.add_argument(
+        "--out", help="new: the bundle's folder; zip: the file to write; unzip: where to unpack (default: here)"
+    )
     options = parser.parse_args(argv)
+    if options.action == "new":
+        if not (options.run and options.out) or options.path:
+            parser.error("new needs --run DIR and --out NAME")
+        made = from_run(options.run, options.out)
+        print(f"wrote {made.path}: read it over, then `needlework bundle zip {made.path}`")
+        return 0
+    if not options.path:
+        parser.error(f"{options.action} needs the path of a bundle")
     if options.action == "unzip":
         bundle = unzip(options.path, options.out or ".")
-        print(f"unpacked {bundle.path}")
+        print(f"unpacked {bundle.path}; to read it: needlework run --incident {bundle.path}")
     else:
         bundle = Bundle(Path(options.path))
     if options.action == "seal":

@@ -13,6 +13,7 @@ from needlework.evidence.incidents import incident, root
 from needlework.serving.settings import deployed
 from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
+from needlework.workbook.onepage import brief
 from needlework.workbook.remedies import advice
 from needlework.workbook.session import source, start
 from needlework.workbook.verdict import summary
@@ -25,6 +26,7 @@ __all__ = [
     "Target",
     "TargetError",
     "advice",
+    "brief",
     "deployed",
     "explorers",
     "figures",

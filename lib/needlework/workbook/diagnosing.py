@@ -17,6 +17,7 @@ from needlework.probes import switch
 from needlework.probes.cli import confirm_in_terminal, constants
 from needlework.serving import settings as about
 from needlework.serving.target import Target, TargetError, open_target, split_arms
+from needlework.workbook import onepage
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
     """Print what was found and how sure it is; 0 when it is healthy, 1 when not or not finished, 2 on a user error."""
     options = _parser().parse_args(argv)
     (here,) = options.what if len(options.what) == 1 else (",".join(w.strip(",") for w in options.what),)
+    options.told = {}
     options.collected = as_evidence(Collection.read(options.evidence)) if options.evidence else {}
     if Path(here).exists():
         return _print(*_recorded(Path(here), options), options)
@@ -45,6 +47,14 @@ def main(argv: list[str]) -> int:
 def _print(found: Any, finished: bool, options: argparse.Namespace) -> int:
     print(found)
     diagnosis = getattr(found, "diagnosis", found)
+    if options.report:
+        trials = found.trials if diagnosis is not found else options.trials
+        what = "A live deployment" if diagnosis is not found else "A recorded run"
+        arms = ", ".join(sorted(set(trials["arm"].dropna().astype(str)))) if "arm" in trials else ""
+        made = onepage.brief(
+            diagnosis, trials, what=what, facts={**options.told, "Arms": arms}, config=options.constants
+        )
+        print(f"wrote {onepage.write(options.report, made)}, and issue.md and repro.py beside it")
     for line in _said(options.collected, diagnosis.causes):
         print(line)
     return 0 if diagnosis.verdict == "healthy" and finished else 1
@@ -78,6 +88,7 @@ def _recorded(path: Path, options: argparse.Namespace) -> tuple[Diagnosis, bool]
             trials = trials[trials["probe"] != "calibration"].sort_values("time", kind="stable", ignore_index=True)
     for limit in _limits(trials):
         print(f"note: {limit}", file=sys.stderr)
+    options.trials = trials
     foretold = [r for r in records if r.get("record") == "predictions"]
     finished = not records or any(r.get("record") == "end" for r in records)
     if not finished:
@@ -131,6 +142,7 @@ def _measure(spec: str, options: argparse.Namespace) -> tuple[probes.Investigati
     with _opened(spec, options) as target:
         stated = about.deployed(incidents.incident(), target)
         config = dict(_inside(options, dict(stated.config))["config"])
+        options.told = {"Version": stated.version, "Deployment": target.describe()}
         print(f"{target.describe()}\n{stated}", file=sys.stderr)
         found = _investigated(_arms(target), options, config)
     return found, found.finished
@@ -237,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add = parser.add_argument
     add("--run", metavar="DIR", help="folder of the journal; a run that was stopped goes on from it")
+    add("--report", metavar="DIR", help="also write one or two pages there: summary.html, issue.md, repro.py")
     add("--evidence", metavar="DIR", help="what `needlework collect` wrote of this deployment")
     add("--then", metavar="NAME=URL", help="a deployment that cannot run beside the first: it gets the same prompts")
     add("--plan", metavar="FILE", help="with --then: the incident.toml that names units and ports, to print the switch")

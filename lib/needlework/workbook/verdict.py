@@ -6,9 +6,12 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.workbook.tables import escape, plain
+
+if TYPE_CHECKING:
+    from needlework.workbook.onepage import Brief
 
 MIME = "application/vnd.needlework.summary+json"
 FIELDS = ("symptom", "verdict", "evidence", "confidence", "next_step")
@@ -23,6 +26,7 @@ class Summary:
     evidence: tuple[str, ...]
     confidence: str
     next_step: str
+    brief: Brief | None = None  # the page for somebody who was not there; where a diagnosis gave it
 
     def __str__(self) -> str:
         return f"{self.verdict} (confidence: {self.confidence}). Next: {self.next_step}"
@@ -41,16 +45,28 @@ class Summary:
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         body = "".join(f"<dt>{html.escape(name)}</dt><dd>{text}</dd>" for name, text in self.rows())
         return {
-            MIME: {**{f: getattr(self, f) for f in FIELDS}, "evidence": list(self.evidence)},
+            MIME: {
+                **{f: getattr(self, f) for f in FIELDS},
+                "evidence": list(self.evidence),
+                **({"brief": self.brief.as_json()} if self.brief else {}),
+            },
             "text/html": f'<dl class="nw-summary">{body}</dl>',
             "text/plain": str(self),
         }
 
 
-def summary(*, symptom: str, verdict: str, evidence: Iterable[str], confidence: str, next_step: str) -> Summary:
+def summary(
+    *,
+    symptom: str,
+    verdict: str,
+    evidence: Iterable[str],
+    confidence: str,
+    next_step: str,
+    brief: Brief | None = None,
+) -> Summary:
     """The verdict notebook's result; displayed there, and taken from its output to the top of the report."""
     lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(map(str, evidence)))  # each said once
-    return Summary(str(symptom), str(verdict), lines, str(confidence), str(next_step))
+    return Summary(str(symptom), str(verdict), lines, str(confidence), str(next_step), brief)
 
 
 def from_mapping(values: Mapping[str, Any]) -> Summary | None:
@@ -60,7 +76,9 @@ def from_mapping(values: Mapping[str, Any]) -> Summary | None:
     evidence = values.get("evidence") or ()
     lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(plain(e, 400) for e in evidence))
     symptom, verdict, _, confidence, next_step = (str(values.get(f) or "not recorded") for f in FIELDS)
-    return Summary(symptom, verdict, lines, confidence, next_step)
+    from needlework.workbook import onepage
+
+    return Summary(symptom, verdict, lines, confidence, next_step, onepage.from_mapping(values.get("brief")))
 
 
 def from_ledger(values: Mapping[str, Any]) -> Summary | None:
