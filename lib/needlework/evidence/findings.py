@@ -22,7 +22,7 @@ from needlework.evidence.settings import (
     effective,
     unit_environment,
 )
-from needlework.names import SIZES, ours, setting
+from needlework.names import SETTINGS, SIZES, ours, setting
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,6 +101,7 @@ def _of_log(collection: Collection, host: str, role: str, table: pd.DataFrame) -
         return
     engines, sources = engines_of(log["message"]), ", ".join(dict.fromkeys(log["source"]))
     own = table[(table["host"] == host) & (table["role"] == role)]
+    read = [text for where, text in collection.texts.items() if where[:2] == (host, role)]
     for row in scan(log).to_dict("records"):
         name, count, category = row["category"], row["count"], categories().get(row["category"])
         if not count or (category and category.topic):
@@ -110,7 +111,7 @@ def _of_log(collection: Collection, host: str, role: str, table: pd.DataFrame) -
         many += f" ({', '.join(levels)})" if levels else ""
         many += f" in {row['requests']:,} requests" if row["requests"] else ""
         means = category.means + _limits(category, log) if category else f"{name}s that fall in no category here"
-        step, classes = (_step(category, engines, own), category.classes) if category else ("", ())
+        step, classes = (_step(category, engines, own, read), category.classes) if category else ("", ())
         text = f"{name}: {many}: {means}"
         yield Finding("log", host, role, name, text, sources, step, classes, count, row["requests"], row["example"])
 
@@ -126,12 +127,16 @@ def _limits(category: Category, log: pd.DataFrame) -> str:
     return f", at {sizes[0]:,} tokens" if len(sizes) == 1 else f", at {sizes[0]:,} to {sizes[-1]:,} tokens"
 
 
-def _step(category: Category, engines: tuple[str, ...], table: pd.DataFrame) -> str:
-    """The setting that decides, with its value and file, or that nothing that was read sets it."""
+def _step(category: Category, engines: tuple[str, ...], table: pd.DataFrame, read: list[str]) -> str:
+    """The setting that decides, with its value and file, or that nothing that was read sets it: where a text names it
+    that no setting was read from, nothing is said."""
     for engine in engines:
         if name := category.decides.get(engine):
             known = table[table["setting"] == setting(name)]
             if known.empty:
+                names = "|".join(name for name in (name, *SETTINGS.get(setting(name), ())) if len(name) > 3)
+                if any(re.search(names.replace("_", "[-_]"), text, re.IGNORECASE) for text in read):
+                    return ""
                 return f"{name} is set nowhere that was read ({engine}'s own default holds)"
             row = known.iloc[0]
             return f"{name} = {row['value']} ({row['source']}{' ' + row['file'] if row['file'] else ''})"

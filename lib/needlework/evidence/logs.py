@@ -36,7 +36,7 @@ NO_EVENT = re.compile(
 )
 NEGATED = re.compile(
     r"(?i)\b(?:no|zero|without|0)\s+(?:\w+\s){0,2}(?:nans?|infs?|errors?|failures?|evict\w+|mismatch\w*|retr\w+|preempt\w+|"
-    r"abort\w*|timeouts?|overflows?|corruption)\b|\b(?:retr\w+|preempt\w+|evict\w*|abort\w*|fail\w*|errors?|timeouts?|"
+    r"abort\w*|timeouts?|overflows?|corruption)\b|\b(?:retr(?:y\w*|ie[sd]|act\w*)|preempt\w+|evict\w*|abort\w*|fail\w*|errors?|timeouts?|"
     r"cancel\w*|truncat\w+)[ _-]?\w{0,12}\W{0,3}[:=] ?(?:0\b|false|none|off)"
 )
 _LEVELS = {"error": "error|err|fatal|critical|crit|alert|emerg|severe|panic", "warning": "warning|warn"}
@@ -249,9 +249,16 @@ def scan(log: pd.DataFrame) -> pd.DataFrame:
         first, last = (part["time"].min(), part["time"].max()) if numbers else (pd.NaT, pd.NaT)
         example = messages[numbers[0]][:MAX_EXAMPLE_CHARS] if numbers else ""
         rows.append((name, len(numbers), int(levels.get("error", 0)), int(levels.get("warning", 0)), first, last,
-                     len({found for n in numbers for found in ids_in(messages[n])}), example))  # fmt: skip
+                     _requests(messages[n] for n in numbers), example))  # fmt: skip
     columns = ["category", "count", "errors", "warnings", "first", "last", "requests", "example"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def _requests(messages: Iterable[str]) -> int:
+    """How many requests lines name: SGLang's have an id and a room each, which are not two."""
+    found = [match for text in messages for match in REQUEST_ID.finditer(text)]
+    rooms = {match[1] for match in found if "bootstrap_room" in match[0].lower()}
+    return max(len(rooms), len({match[1] or match[2] or match[3] for match in found} - rooms))
 
 
 def ids_in(text: str) -> Iterator[str]:

@@ -57,8 +57,10 @@ ENGINE = re.compile(
 OPTIONS = re.compile(
     r"(?i)(?:engine_?(?:kwargs|args|config)|common[-_]configs?|vllm_?config|model_?spec|parallelism|/?[a-z]*(?:worker|processor|frontend))$"
 )
-NO_OPTION = ("resources", "ServiceArgs", "metadata", "extraPodSpec", "envFromSecret", "replicas", "livenessProbe")
+NO_OPTION = ("resources", "ServiceArgs", "metadata", "extraPodSpec", "envFromSecret", "replicas", "livenessProbe",
+             "componentType", "subComponentType", "dynamoNamespace")  # fmt: skip
 MAX_NODES, MAX_VALUE_CHARS = 20_000, 300
+_VALUE = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\}|\[[^\]]*\]|<\w+[^>]*>|[A-Z]\w+\([^()]*\)|[^,\s()]+"
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ def _pairs(key: str, value: Any) -> Iterator[tuple[str, str]]:
         except (json.JSONDecodeError, RecursionError):
             yield setting(key), value[:MAX_VALUE_CHARS]
             return
+    if isinstance(value, str) and (match := re.fullmatch(r"[A-Z]\w+\((.*)\)", value)):  # KVTransferConfig(…) of a log
+        value = {name: part.strip("'\"") for name, part in re.findall(rf"(\w+)=({_VALUE})", match[1])} or value
     if isinstance(value, dict):
         for inner, part in list(value.items())[:200]:
             yield from _pairs(f"{key}.{inner}" if setting(str(inner)) not in SETTINGS else str(inner), part)
@@ -95,7 +99,7 @@ def flags(words: list[str]) -> dict[str, str]:
     """`--name value`, `--name=value`, `-tp 8` and bare `--name` of a command line; JSON in a value is read as well."""
     found: dict[str, str] = {}
     if len(words) > 2 and re.search(r"(?:^|/)(?:ba|da|z)?sh$", words[0]) and "c" in words[1].lstrip("-"):
-        return script_settings(words[2])
+        return script_settings(words[2] if len(words) == 3 else shlex.join(words[2:]))
     if scripts := [word for word in words if "\n" in word.strip() and not word.lstrip().startswith(("{", "["))]:
         return flags([word for word in words if word not in scripts]) | script_settings("\n".join(scripts))
     for position, word in enumerate(words):
@@ -230,8 +234,10 @@ def components(text: str) -> list[Component]:
             if component := _component(path, node):
                 found.append(component)
             name = (node.get("metadata") or {}).get("name", "") if isinstance(node.get("metadata"), dict) else ""
+            # beside `prefill`, what KServe's service starts is decode's
+            beside = ("template", "worker", "parallelism") if {"prefill", "template"} <= node.keys() else ()
             here = f"{path}/{name or node.get('name') or node.get('deployment_name') or ''}".rstrip("/")
-            stack += [(f"{here}/{key}", value) for key, value in reversed(node.items())]
+            stack += [(f"{here}/{'decode/' if k in beside else ''}{k}", value) for k, value in reversed(node.items())]
         elif isinstance(node, list):
             stack += [(path, value) for value in reversed(node[:500])]
     return found
@@ -245,11 +251,15 @@ def _component(path: str, node: dict[Any, Any]) -> Component | None:
     for value in (plain[key] for key in plain if key in VARIABLES):
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, dict) and "name" in item:
-                given |= {str(item["name"]): str(item["value"])} if "value" in item else {}
+                source = " ".join(re.findall(r"[\w.-]+", str(item.get("valueFrom", ""))))
+                if "value" in item or source.startswith("fieldRef"):  # such as the pod's own address
+                    given[str(item["name"])] = str(item.get("value", f"from {source}"))
             elif isinstance(item, dict):
                 given |= {str(k): str(v) for k, v in item.items() if not isinstance(v, (dict, list))}
             elif isinstance(item, str):
                 given |= assignments([item])
+    for value in [value for key, value in given.items() if key.endswith("ARGS") and value.startswith("-")]:
+        given |= flags(_words(value))
     if OPTIONS.search(path):
         under = "parallelism." if path.endswith("parallelism") else ""  # KServe's tensor, data, pipeline
         given |= {
@@ -270,6 +280,7 @@ def _component(path: str, node: dict[Any, Any]) -> Component | None:
     started = " ".join([str(node.get("image", "")), *(word for word in words[:6] if not word.startswith("-"))])
     # a table of options alone belongs to the engine that reads it
     engine = bool(ENGINE.search(started) or OPTIONS.search(path)) or not (words or "image" in node)
+    engine = engine and not re.search(r"(?i)\bfrontend\b", name)
     signs = {"prefill": r"(?i)prefill|\bctx\b", "decode": r"(?i)decode|\bgen\b"}
     sides = [side for side, sign in signs.items() if re.search(sign, told)]
     return Component(name.strip("/"), sides[0] if len(sides) == 1 else None, engine, given)
@@ -287,10 +298,12 @@ def manifest_settings(text: str, role: str) -> dict[str, str]:
     """What a manifest gives to one role. Where it holds both sides of a pair, the other's is left out; what is given to
     a sidecar beside an engine is told with the sidecar's name."""
     parts = [part for part in components(text) if role not in ("prefill", "decode") or part.side in (None, role)]
+    parts.sort(key=lambda part: part.side is None)  # a side's own before what both share
     engines = any(part.engine for part in parts)
     found: dict[str, str] = {}
     for part in parts:
-        mark = "" if part.engine or not engines else part.path.rsplit("/", 1)[-1] + "/"
+        own = part.path.removesuffix("/extraPodSpec/mainContainer").rsplit("/", 1)[-1]
+        mark = "" if part.engine or not engines else f"{own}/"
         found |= {mark + key: value for key, value in part.settings.items() if mark or key not in found}
     return found
 
@@ -307,9 +320,6 @@ def config_settings(text: str) -> dict[str, str]:
         for key, value in doc.items()
         for k, v in _pairs(str(key), value)
     }
-
-
-_VALUE = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|\{[^{}]*\}|\[[^\]]*\]|<\w+[^>]*>|[^,\s()]+"
 
 
 def startup_settings(message: str) -> dict[str, str]:
@@ -382,13 +392,15 @@ def settings(collection: Collection) -> list[Setting]:
         first = next((file for file, _, _ in parse_unit(unit)), "")
         for name, (value, file) in unit_environment(unit).items():
             add(where, "unit" if file == first else "drop-in", file, {name: value})
-        add(where, "unit", first, flags(exec_start(unit)))
-        for (h, r, item), text in collection.texts.items():
-            if (h, r) != where:
-                continue
-            if item.startswith("file:"):
-                source, found = _of_file(item[5:], text, where[1])
-                add(where, source, item[5:], found)
+        texts = {item: text for (*place, item), text in collection.texts.items() if tuple(place) == where}
+        files = {i: _of_file(i[5:], text, where[1]) for i, text in texts.items() if i.startswith("file:")}
+        known = {name: value for name, (value, _) in unit_environment(unit).items()}
+        known |= {k: v for source, told in files.values() if source == "environment file" for k, v in told.items()}
+        start = _expanded(exec_start(unit), {name: _words(value) for name, value in known.items()})
+        add(where, "unit", first, flags(list(start)))
+        for item, text in texts.items():
+            if item in files:
+                add(where, files[item][0], item[5:], files[item][1])
             elif item in ("pod", "container"):
                 add(where, "manifest", item, manifest_settings(text, where[1]))
             elif is_log(item):
@@ -439,8 +451,11 @@ def compare_roles(table: pd.DataFrame) -> pd.DataFrame:
     unlike = (alone != "") & (pair != "").any(axis=1) & pair.ne(alone, axis=0).any(axis=1)  # it may state little
     differing = wide[(pair.nunique(axis=1) > 1) | unlike].reset_index()
 
-    def weigh(key: str) -> tuple[int, int]:
-        if key in DECISIVE or DECISIVE_VARIABLE.search(key):
+    one_sided = {row.setting for row in differing.itertuples(index=False) if "" in row}
+
+    def weigh(key: str) -> tuple[int, int]:  # an address differs on purpose, unless one side has none
+        on_purpose = BY_ROLE.match(key) and key not in one_sided
+        if (key in DECISIVE or DECISIVE_VARIABLE.search(key)) and not on_purpose:
             return 0, _RANK.get(key, len(_RANK))
         return (3 if BY_ROLE.match(key) else 1 if KERNEL_SWITCH.search(key) else 2), 0
 
