@@ -7,13 +7,19 @@ that is nested too deeply or holds NaN is refused by one sentence, and every fie
 from __future__ import annotations
 
 import json
-from typing import Any, NoReturn
+import re
+from typing import Annotated, Any, NoReturn, Self
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
+from needlework_lab.wire import MAX_ROOM
+
 MAX_BODY_BYTES = 32 << 20  # a 65,536-token prompt is about 0.4 MB; the largest body anyone needs is far below this
 MAX_DEPTH = 32
+NOT_OFFERED = "not_offered"
 
 ERROR_TYPES = {
     400: "BadRequestError",
@@ -106,88 +112,62 @@ async def read_object(request: Request) -> dict[str, Any]:
     return parse_object(b"".join(parts))
 
 
-class Fields:
-    """Typed reading of one JSON object. Null counts as absent, as in SGLang; unknown fields are ignored, as in
-    SGLang.
-    """
+class Body(BaseModel):
+    """Fields of one JSON object. Null counts as absent, as in SGLang; unknown fields are ignored, as in SGLang."""
 
-    def __init__(self, body: dict[str, Any], where: str = ""):
-        self.body, self.where = body, where
+    model_config = ConfigDict(strict=True)
 
-    def _name(self, name: str) -> str:
-        return f"{self.where}.{name}" if self.where else name
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
-    def _wrong(self, name: str, wanted: str) -> NoReturn:
-        shown = json.dumps(self.body.get(name), default=str)[:60]
-        refuse(f"{self._name(name)} must be {wanted}, not {shown}", param=self._name(name))
+    @classmethod
+    def of(cls, body: dict[str, Any]) -> Self:
+        """Raises HttpError(400) about the first field that is wrong."""
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(part for part in first["loc"] if isinstance(part, str))
+        shown = json.dumps(first["input"], default=str)[:60]
+        if first["type"] == NOT_OFFERED:
+            refuse(f"{name} = {shown}: {first['msg']}", name)
+        must = "must be an object" if first["type"] == "model_type" else re.sub(r"^\w+ should", "must", first["msg"])
+        place = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
+        refuse(f"{name}{place} {must}, not {shown}", name)
 
-    def raw(self, name: str) -> Any:
-        return self.body.get(name)
 
-    def text(self, name: str, default: str | None = None, *, limit: int = 1 << 10) -> str | None:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str) or len(value) > limit:
-            self._wrong(name, f"a string of at most {limit} characters")
+def only(allowed: Any, why: str) -> Any:
+    """A field that would change the answer in a way the lab does not offer: refused, not ignored."""
+
+    def check(value: Any) -> Any:
+        if value != allowed:
+            raise PydanticCustomError(NOT_OFFERED, why)  # type: ignore[arg-type]
         return value
 
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            self._wrong(name, "true or false")
-        return value
+    return Annotated[Any, AfterValidator(check)]
 
-    def integer(self, name: str, default: int | None = None, *, low: int, high: int) -> int | None:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self._wrong(name, f"an integer from {low} to {high}")
-        return value
 
-    def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        value = self.body.get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            self._wrong(name, f"a number from {low:g} to {high:g}")
-        return float(value)
+def _strings(value: Any) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    ok = isinstance(values, list) and len(values) <= 16
+    if not ok or not all(isinstance(item, str) and 0 < len(item) <= 256 for item in values):
+        raise PydanticCustomError("strings", "must be a string or a list of at most 16 strings of 1 to 256 characters")
+    return tuple(values)
 
-    def strings(self, name: str, *, most: int = 16, limit: int = 256) -> tuple[str, ...]:
-        """One string or a list of strings; empty strings are refused because they would match anywhere."""
-        value = self.body.get(name)
-        if value is None:
-            return ()
-        values = [value] if isinstance(value, str) else value
-        ok = isinstance(values, list) and len(values) <= most
-        if not ok or not all(isinstance(item, str) and 0 < len(item) <= limit for item in values):
-            self._wrong(name, f"a string or a list of at most {most} strings of 1 to {limit} characters")
-        return tuple(values)
 
-    def ids(self, name: str, vocabulary: int) -> list[int] | None:
-        """A list of token ids below `vocabulary`."""
-        value = self.body.get(name)
-        if value is None:
-            return None
-        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
-            value = value[0]
-        if not isinstance(value, list) or not all(type(item) is int and 0 <= item < vocabulary for item in value):
-            refuse(f"{self._name(name)} must be a list of token ids from 0 to {vocabulary - 1}", param=self._name(name))
-        return value
+Name = Annotated[str, Field(max_length=256)]
+Room = Annotated[int, Field(ge=0, le=MAX_ROOM)]
+Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Strings = Annotated[Any, AfterValidator(_strings)]  # empty ones are refused because they would match anywhere
 
-    def child(self, name: str) -> Fields:
-        value = self.body.get(name)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            self._wrong(name, "an object")
-        return Fields(value, self._name(name))
 
-    def only(self, name: str, *allowed: Any, why: str) -> None:
-        """Refuse a field that would change the answer in a way the lab does not offer, instead of ignoring it."""
-        value = self.body.get(name)
-        if value is not None and value not in allowed:
-            refuse(f"{self._name(name)} = {json.dumps(value, default=str)[:60]}: {why}", param=self._name(name))
+def token_ids(value: Any, name: str, vocabulary: int) -> list[int] | None:
+    """A list of token ids below `vocabulary`, or a list that holds one such list; None stays None."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    ok = isinstance(value, list) and all(type(item) is int and 0 <= item < vocabulary for item in value)
+    if value is not None and not ok:
+        refuse(f"{name} must be a list of token ids from 0 to {vocabulary - 1}", name)
+    return value

@@ -11,13 +11,14 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from needlework_lab.json_bodies import Fields, refuse
+from pydantic import AfterValidator, FailFast
+from pydantic import Field as Bounds
+
+from needlework_lab.json_bodies import Body, Count, Name, Room, Strings, only, refuse, token_ids
 from needlework_lab.types import Request, Sampling
-from needlework_lab.wire import MAX_ROOM
 
 MODEL = "needlework-lookup"
 MAX_TEXT = 16 << 20
@@ -39,36 +40,159 @@ class Generation:
     started: float = field(default_factory=time.perf_counter)
 
 
-def check_model(fields: Fields) -> None:
-    name = fields.text("model")
-    if name not in (None, "", "default", MODEL):
+class Prompt(Body):
+    """Where the prompt of a body may stand; what is in it is looked at when it becomes tokens."""
+
+    messages: Any = None
+    input_ids: Any = None
+    prompt: Any = None
+    text: Any = None
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+
+def _known_model(name: str) -> str:
+    if name not in ("", "default", MODEL):
         refuse(f"the model {name[:80]!r} does not exist; this server has {MODEL!r}", "model", status=404)
+    return name
 
 
-def messages_of(fields: Fields) -> list[dict[str, Any]]:
-    """The messages of a chat body, checked as far as the template does not check them."""
-    messages = fields.raw("messages")
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-        refuse("messages must be a non-empty list of objects with role and content", "messages")
-    return messages
+class NamedPrompt(Prompt):
+    model: Annotated[str, Bounds(max_length=1 << 10), AfterValidator(_known_model)] = ""
 
 
-def chat_tokens(fields: Fields, tokenizer: Any) -> list[int]:
+class NotOffered(Body):
+    n: only(1, "this server gives one choice a request") = 1  # type: ignore[valid-type]
+    best_of: only(1, "this server gives one choice a request") = 1  # type: ignore[valid-type]
+    frequency_penalty: only(0, "penalties are not offered") = 0  # type: ignore[valid-type]
+    presence_penalty: only(0, "penalties are not offered") = 0  # type: ignore[valid-type]
+    repetition_penalty: only(1, "penalties are not offered") = 1  # type: ignore[valid-type]
+    logit_bias: only({}, "logit bias is not offered") = None  # type: ignore[valid-type]
+
+
+class Choice(NotOffered):
+    """How the next token is chosen, and when to stop."""
+
+    temperature: float = Bounds(default=0.0, ge=0, le=100)
+    top_p: float = Bounds(default=1.0, ge=0, le=1)
+    top_k: int = Bounds(default=0, ge=-1, le=2**31 - 1)
+    stop: Strings = ()
+    stop_token_ids: Annotated[list[int], FailFast()] = Bounds(default_factory=list)
+    ignore_eos: bool = False
+
+    def sampling(self, max_tokens: int, seed: int | None) -> Sampling:
+        return Sampling(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            seed=secrets.randbits(62) if seed is None else seed & (2**63 - 1),
+            stop=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+        )
+
+
+Seed = Annotated[int, Bounds(ge=-(2**63), le=2**63 - 1)]
+Top = Annotated[int, Bounds(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class NativeChoice(Choice):
+    max_new_tokens: Count = 128
+    sampling_seed: Seed | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerationBody(NamedPrompt, NotOffered):
+    """What the three dialects share."""
+
+    stream: bool = False
+    rid: Name = ""
+    cache_salt: Name = ""
+    extra_key: Name = ""
+    bootstrap_host: Annotated[str, Bounds(max_length=64)] | None = None
+    bootstrap_port: Annotated[int, Bounds(ge=1, le=65535)] | None = None
+    bootstrap_room: Room | None = None
+
+    def bootstrap(self) -> dict[str, Any] | None:
+        parts = (self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
+        if parts == (None, None, None):
+            return None
+        if None in parts:
+            refuse("bootstrap_host, bootstrap_port and bootstrap_room belong together", "bootstrap_room")
+        if self.bootstrap_host not in LOOPBACK_NAMES:
+            refuse("bootstrap_host must be a loopback address: the lab does not leave this machine", "bootstrap_host")
+        return {"host": "127.0.0.1", "port": self.bootstrap_port, "room": self.bootstrap_room}
+
+    def request(self, tokens: list[int], sampling: Sampling, context: int, *, logprobs: bool, top: int) -> Request:
+        if not tokens:
+            refuse("the prompt is empty")
+        if len(tokens) >= context:
+            refuse(f"the prompt has {len(tokens)} tokens, the model's context length is {context} tokens")
+        if len(tokens) + sampling.max_tokens > context:
+            refuse(
+                f"{len(tokens)} prompt tokens and {sampling.max_tokens} new tokens are together more than the model's "
+                f"context length of {context} tokens"
+            )
+        return Request(
+            rid=self.rid or uuid.uuid4().hex,
+            tokens=tuple(tokens),
+            sampling=sampling,
+            cache_salt=self.cache_salt,
+            extra_key=self.extra_key,
+            logprobs=logprobs,
+            top_logprobs=top,
+            bootstrap=self.bootstrap(),
+        )
+
+
+class OpenAIBody(GenerationBody, Choice):
+    seed: Seed | None = None
+    max_tokens: Count | None = None
+    stream_options: StreamOptions = StreamOptions()
+    return_cached_tokens_details: bool = False
+
+
+class ChatBody(OpenAIBody):
+    max_completion_tokens: Count | None = None
+    logprobs: bool = False
+    top_logprobs: Top = 0
+
+
+class CompletionBody(OpenAIBody):
+    logprobs: Top | None = None
+    echo: only(False, "echo is not offered") = False  # type: ignore[valid-type]
+    suffix: only("", "suffix is not offered") = ""  # type: ignore[valid-type]
+
+
+class NativeBody(GenerationBody):
+    sampling_params: NativeChoice = NativeChoice()
+    logprob_start_len: int = Bounds(default=-1, ge=-1, le=2**31 - 1)
+    return_logprob: bool = False
+    top_logprobs_num: Top = 0
+    return_text_in_logprobs: bool = False
+
+
+def chat_tokens(body: Prompt, tokenizer: Any) -> list[int]:
     """Token ids of a chat body (`messages`, or ready-made `input_ids`)."""
-    ids = fields.ids("input_ids", tokenizer.vocabulary)
+    ids = token_ids(body.input_ids, "input_ids", tokenizer.vocabulary)
     if ids is not None:
         return ids
-    last = fields.flag("continue_final_message")
-    start = fields.flag("add_generation_prompt", True)
+    messages = body.messages
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+        refuse("messages must be a non-empty list of objects with role and content", "messages")
+    last, start = body.continue_final_message, body.add_generation_prompt
     try:
-        return tokenizer.chat(messages_of(fields), add_generation_prompt=start, continue_final_message=last)
+        return tokenizer.chat(messages, add_generation_prompt=start, continue_final_message=last)
     except ValueError as error:
         refuse(str(error), "messages")
 
 
-def prompt_tokens(fields: Fields, name: str, tokenizer: Any) -> list[int]:
+def prompt_tokens(value: Any, name: str, tokenizer: Any) -> list[int]:
     """Token ids of `prompt`/`text`: a string, a list of ids, or a list with exactly one of these."""
-    value = fields.raw(name)
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         value = value[0]
     if isinstance(value, str):
@@ -77,122 +201,65 @@ def prompt_tokens(fields: Fields, name: str, tokenizer: Any) -> list[int]:
         return tokenizer.encode(value)
     if isinstance(value, list) and len(value) > 1 and not all(type(item) is int for item in value):
         refuse(f"{name} holds several prompts; this server takes one prompt a request", name)
-    ids = fields.ids(name, tokenizer.vocabulary)
+    ids = token_ids(value, name, tokenizer.vocabulary)
     if ids is None:
         refuse(f"{name} is missing", name)
     return ids
 
 
-def _bootstrap(fields: Fields) -> dict[str, Any] | None:
-    host = fields.text("bootstrap_host", limit=64)
-    port = fields.integer("bootstrap_port", low=1, high=65535)
-    room = fields.integer("bootstrap_room", low=0, high=MAX_ROOM)
-    if host is None and port is None and room is None:
-        return None
-    if host is None or port is None or room is None:
-        refuse("bootstrap_host, bootstrap_port and bootstrap_room belong together", "bootstrap_room")
-    if host not in LOOPBACK_NAMES:
-        refuse("bootstrap_host must be a loopback address: the lab does not leave this machine", "bootstrap_host")
-    return {"host": "127.0.0.1", "port": port, "room": room}
-
-
-def _request(
-    fields: Fields, tokens: Sequence[int], sampling: Sampling, context: int, *, logprobs: bool, top: int, prefix: str
-) -> Request:
-    if not tokens:
-        refuse("the prompt is empty")
-    if len(tokens) >= context:
-        refuse(f"the prompt has {len(tokens)} tokens, the model's context length is {context} tokens")
-    if len(tokens) + sampling.max_tokens > context:
-        refuse(
-            f"{len(tokens)} prompt tokens and {sampling.max_tokens} new tokens are together more than the model's "
-            f"context length of {context} tokens"
-        )
-    fields.only("n", 1, why="this server gives one choice a request")
-    fields.only("best_of", 1, why="this server gives one choice a request")
-    for name in ("frequency_penalty", "presence_penalty"):
-        fields.only(name, 0, why="penalties are not offered")
-    fields.only("repetition_penalty", 1, why="penalties are not offered")
-    fields.only("logit_bias", {}, why="logit bias is not offered")
-    return Request(
-        rid=fields.text("rid", limit=256) or f"{prefix}{uuid.uuid4().hex}",
-        tokens=tuple(tokens),
-        sampling=sampling,
-        cache_salt=fields.text("cache_salt", limit=256) or "",
-        extra_key=fields.text("extra_key", limit=256) or "",
-        logprobs=logprobs,
-        top_logprobs=top,
-        bootstrap=_bootstrap(fields),
-    )
-
-
-def _sampling(fields: Fields, max_tokens: int, seed_name: str) -> Sampling:
-    seed = fields.integer(seed_name, low=-(2**63), high=2**63 - 1)
-    stop_ids = fields.raw("stop_token_ids")
-    if stop_ids is not None and (not isinstance(stop_ids, list) or not all(type(i) is int for i in stop_ids)):
-        refuse("stop_token_ids must be a list of token ids", "stop_token_ids")
-    top_k = fields.integer("top_k", 0, low=-1, high=2**31 - 1) or 0
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=fields.number("temperature", 0.0, low=0.0, high=100.0),
-        top_p=fields.number("top_p", 1.0, low=0.0, high=1.0),
-        top_k=max(0, top_k),
-        seed=secrets.randbits(62) if seed is None else seed & (2**63 - 1),
-        stop=fields.strings("stop"),
-        stop_token_ids=tuple(stop_ids or ()),
-        ignore_eos=fields.flag("ignore_eos"),
-    )
-
-
-def parse_chat(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
-    fields = Fields(body)
-    check_model(fields)
-    tokens = chat_tokens(fields, tokenizer)
-    most = max(1, context - len(tokens))
-    wanted = fields.integer("max_completion_tokens", low=1, high=2**31 - 1)
-    wanted = fields.integer("max_tokens", low=1, high=2**31 - 1) if wanted is None else wanted
-    logprobs = fields.flag("logprobs")
-    top = fields.integer("top_logprobs", 0, low=0, high=MAX_TOP_LOGPROBS) or 0
-    if top and not logprobs:
+def parse_chat(raw: dict[str, Any], tokenizer: Any, context: int) -> Generation:
+    body = ChatBody.of(raw)
+    tokens = chat_tokens(body, tokenizer)
+    wanted = body.max_completion_tokens or body.max_tokens or max(1, context - len(tokens))
+    if body.top_logprobs and not body.logprobs:
         refuse("top_logprobs needs logprobs: true", "top_logprobs")
-    sampling = _sampling(fields, most if wanted is None else wanted, "seed")
-    request = _request(fields, tokens, sampling, context, logprobs=logprobs, top=top, prefix="")
-    usage = fields.child("stream_options").flag("include_usage")
-    details = fields.flag("return_cached_tokens_details")
-    return Generation("chat", request, fields.flag("stream"), usage, cached_details=details)
+    sampling = body.sampling(wanted, body.seed)
+    request = body.request(tokens, sampling, context, logprobs=body.logprobs, top=body.top_logprobs)
+    usage, details = body.stream_options.include_usage, body.return_cached_tokens_details
+    return Generation("chat", request, body.stream, usage, cached_details=details)
 
 
-def parse_completion(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
-    fields = Fields(body)
-    check_model(fields)
-    tokens = prompt_tokens(fields, "prompt", tokenizer)
-    wanted = fields.integer("max_tokens", 16, low=1, high=2**31 - 1) or 16
-    top = fields.integer("logprobs", low=0, high=MAX_TOP_LOGPROBS)
-    fields.only("echo", False, why="echo is not offered")
-    fields.only("suffix", "", why="suffix is not offered")
-    sampling = _sampling(fields, wanted, "seed")
-    request = _request(fields, tokens, sampling, context, logprobs=top is not None, top=top or 0, prefix="")
-    usage = fields.child("stream_options").flag("include_usage")
-    details = fields.flag("return_cached_tokens_details")
-    return Generation("completion", request, fields.flag("stream"), usage, cached_details=details)
+def parse_completion(raw: dict[str, Any], tokenizer: Any, context: int) -> Generation:
+    body = CompletionBody.of(raw)
+    tokens = prompt_tokens(body.prompt, "prompt", tokenizer)
+    sampling = body.sampling(body.max_tokens or 16, body.seed)
+    logprobs, top = body.logprobs is not None, body.logprobs or 0
+    request = body.request(tokens, sampling, context, logprobs=logprobs, top=top)
+    usage, details = body.stream_options.include_usage, body.return_cached_tokens_details
+    return Generation("completion", request, body.stream, usage, cached_details=details)
 
 
-def parse_generate(body: dict[str, Any], tokenizer: Any, context: int) -> Generation:
-    fields = Fields(body)
-    check_model(fields)
-    if (fields.raw("text") is None) == (fields.raw("input_ids") is None):
+def parse_generate(raw: dict[str, Any], tokenizer: Any, context: int) -> Generation:
+    body = NativeBody.of(raw)
+    if (body.text is None) == (body.input_ids is None):
         refuse("give either text or input_ids", "text")
-    tokens = prompt_tokens(fields, "text" if fields.raw("text") is not None else "input_ids", tokenizer)
-    inner = fields.child("sampling_params")
-    wanted = inner.integer("max_new_tokens", 128, low=1, high=2**31 - 1) or 128
-    inner.only("n", 1, why="this server gives one choice a request")
-    for name in ("frequency_penalty", "presence_penalty"):
-        inner.only(name, 0, why="penalties are not offered")
-    start = fields.integer("logprob_start_len", -1, low=-1, high=2**31 - 1)
-    if start is not None and 0 <= start < len(tokens):
+    name = "input_ids" if body.text is None else "text"
+    tokens = prompt_tokens(body.input_ids if body.text is None else body.text, name, tokenizer)
+    if 0 <= body.logprob_start_len < len(tokens):
         refuse("log-probabilities of the prompt are not offered", "logprob_start_len")
-    logprobs = fields.flag("return_logprob")
-    top = fields.integer("top_logprobs_num", 0, low=0, high=MAX_TOP_LOGPROBS) or 0
-    sampling = _sampling(inner, wanted, "sampling_seed")
-    request = _request(fields, tokens, sampling, context, logprobs=logprobs, top=top, prefix="")
-    return Generation("native", request, fields.flag("stream"), text_in_logprobs=fields.flag("return_text_in_logprobs"))
+    chosen = body.sampling_params
+    sampling = chosen.sampling(chosen.max_new_tokens, chosen.sampling_seed)
+    request = body.request(tokens, sampling, context, logprobs=body.return_logprob, top=body.top_logprobs_num)
+    return Generation("native", request, body.stream, text_in_logprobs=body.return_text_in_logprobs)
+
+
+class TokensBody(Body):
+    """What /detokenize takes."""
+
+    tokens: Any = None
+    skip_special_tokens: bool = True
+
+
+class AbortBody(Body):
+    abort_all: bool = False
+    rid: Name = ""
+
+
+class CaptureBody(Prompt):
+    """A request whose pages are asked for, and which of them."""
+
+    cache_salt: Name = ""
+    extra_key: Name = ""
+    rid: Name | None = None
+    room: Room | None = None
+    buffer: Annotated[str, Bounds(max_length=64)] | None = None

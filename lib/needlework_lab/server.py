@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from needlework_lab import requests
 from needlework_lab.captured_pages import Capture, prompt_key
-from needlework_lab.json_bodies import Fields, HttpError, read_object, refuse
+from needlework_lab.json_bodies import HttpError, read_object, refuse, token_ids
 from needlework_lab.metrics import collect, expose
 from needlework_lab.streams import Feed, Json, answer
 from needlework_lab.types import Request, Sampling
@@ -69,12 +69,11 @@ class Front:
     # ---- tokens ----
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        fields = Fields(await read_object(http))
-        requests.check_model(fields)
-        if fields.raw("messages") is not None:
-            ids: Any = await asyncio.to_thread(requests.chat_tokens, fields, self.tokenizer)
+        body = requests.NamedPrompt.of(await read_object(http))
+        if body.messages is not None:
+            ids: Any = await asyncio.to_thread(requests.chat_tokens, body, self.tokenizer)
         else:
-            prompt = fields.raw("prompt")
+            prompt = body.prompt
             texts = prompt if isinstance(prompt, list) else [prompt]
             if not texts or not all(isinstance(text, str) for text in texts):
                 refuse("give prompt (a string or a list of strings) or messages", "prompt")
@@ -84,11 +83,11 @@ class Front:
         return Json({"tokens": ids, "count": count, "max_model_len": self.context})
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        fields = Fields(await read_object(http))
-        ids = fields.ids("tokens", self.tokenizer.vocabulary)
+        body = requests.TokensBody.of(await read_object(http))
+        ids = token_ids(body.tokens, "tokens", self.tokenizer.vocabulary)
         if ids is None:
             refuse("tokens is missing", "tokens")
-        return Json({"text": self.tokenizer.decode(ids, special=not fields.flag("skip_special_tokens", True))})
+        return Json({"text": self.tokenizer.decode(ids, special=not body.skip_special_tokens)})
 
     # ---- about the server ----
 
@@ -171,23 +170,21 @@ class Front:
             await asyncio.sleep(0.05)
 
     async def abort_request(self, http: HttpRequest) -> Response:
-        fields = Fields(await read_object(http))
-        everything, rid = fields.flag("abort_all"), fields.text("rid", limit=256)
-        if not everything and not rid:
+        body = requests.AbortBody.of(await read_object(http))
+        if not body.abort_all and not body.rid:
             refuse("give rid, or abort_all: true", "rid")
-        self.worker.abort(rid, everything=everything)
+        self.worker.abort(body.rid or None, everything=body.abort_all)
         return PlainTextResponse("")
 
     # ---- the lab's own routes ----
 
-    async def _capture(self, fields: Fields) -> Capture:
-        salts = (fields.text("cache_salt", limit=256) or "", fields.text("extra_key", limit=256) or "")
-        key = None
-        if fields.raw("messages") is not None or fields.raw("input_ids") is not None:
-            key = prompt_key(requests.chat_tokens(fields, self.tokenizer), *salts)
-        elif fields.raw("prompt") is not None:
-            key = prompt_key(requests.prompt_tokens(fields, "prompt", self.tokenizer), *salts)
-        rid, room = fields.text("rid", limit=256), fields.integer("room", low=0, high=2**63 - 1)
+    async def _capture(self, body: requests.CaptureBody) -> Capture:
+        key, rid, room = None, body.rid, body.room
+        if body.messages is not None or body.input_ids is not None:
+            key = prompt_key(requests.chat_tokens(body, self.tokenizer), body.cache_salt, body.extra_key)
+        elif body.prompt is not None:
+            tokens = requests.prompt_tokens(body.prompt, "prompt", self.tokenizer)
+            key = prompt_key(tokens, body.cache_salt, body.extra_key)
         if rid is None and room is None and key is None:
             refuse("name a request by rid, room, prompt, messages or input_ids")
         found = await self._call(lambda: self.worker.captures.find(rid=rid, key=key, room=room))
@@ -196,7 +193,7 @@ class Front:
         return found
 
     async def digests(self, http: HttpRequest) -> Response:
-        capture = await self._capture(Fields(await read_object(http)))
+        capture = await self._capture(requests.CaptureBody.of(await read_object(http)))
         return Json(capture.summary(self.engine.pools()))
 
     async def captures(self, http: HttpRequest) -> Response:
@@ -207,10 +204,9 @@ class Front:
 
     async def pages(self, http: HttpRequest) -> Response:
         """The bytes of one buffer of a remembered request; the header of the dump is in `x-needlework-pages`."""
-        fields = Fields(await read_object(http))
-        capture = await self._capture(fields)
-        name = fields.text("buffer", limit=64)
-        if name not in capture.digests:
+        body = requests.CaptureBody.of(await read_object(http))
+        capture, name = await self._capture(body), body.buffer
+        if name is None or name not in capture.digests:
             refuse(f"buffer must be one of {', '.join(capture.digests)}", "buffer")
         if name not in capture.data:
             refuse("the bytes of this request were dropped for newer ones; its digests remain", status=410)
