@@ -13,8 +13,6 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# on which the rules were made and mended: results on these say little
-RULES_SEEDS = "seeds below 200, 300 to 312, 500 to 523, 200 and 201 mild and severe, and on notebook 13"
 MOST_CASES = 100_000  # each takes seconds
 
 
@@ -37,7 +35,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=2, metavar="N", help="processes of this machine (2)")
     parser.add_argument("--executor", metavar="dask:ADDRESS", help="a Dask scheduler whose workers see FOLDER")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table as a page")
-    parser.add_argument("--readme", type=Path, metavar="FILE", help="also put the short table between FILE's markers")
     parser.add_argument("--as-is", action="store_true", help="measure nothing: the tables of what FOLDER holds so far")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="trials and results; reused if there")
     asked = parser.parse_args(argv)
@@ -97,12 +94,12 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], planned:
         print(f"the calibration stopped: {str(error)[:300]}", file=sys.stderr)
         return 2
     busy = sum(row["cpu_s"] for row in rows)
-    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown), str(asked.readme), "--as-is")]
+    plain = [a for a in argv if a not in (str(asked.out), str(asked.markdown), "--as-is")]
     command = shlex.join(["needlework", "calibrate", *plain]).replace("--out", "--out FOLDER")
     facts = {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": command.replace("--markdown", "--markdown FILE").replace("--readme", "--readme FILE"),
-        "seeds": f"{asked.first_seed} to {asked.first_seed + asked.seeds - 1} (rules were made with {RULES_SEEDS})",
+        "command": command.replace("--markdown", "--markdown FILE"),
+        "seeds": f"{asked.first_seed} to {asked.first_seed + asked.seeds - 1}",
         "runs": len(rows) if len(rows) == planned else f"{len(rows)} of {planned} planned",
         "processor time of the measurements": f"{busy / 60:.0f} min",
         "versions": f"needlework {needlework.__version__}, Python {platform.python_version()}",
@@ -112,12 +109,6 @@ def _run(asked: argparse.Namespace, argv: list[str], wanted: list[Any], planned:
     (asked.out / "table.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     if asked.markdown is not None:
         asked.markdown.write_text(summary.markdown(), encoding="utf-8")
-    if asked.readme is not None:
-        try:
-            asked.readme.write_text(summary.into(asked.readme.read_text(encoding="utf-8")), encoding="utf-8")
-        except (OSError, ValueError) as error:
-            print(f"{asked.readme.name} was left alone: {str(error)[:200]}", file=sys.stderr)
-            return 2
     print(summary)
     return 0
 

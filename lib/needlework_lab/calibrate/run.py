@@ -113,7 +113,7 @@ def judge(case: Case, folder: str, effort: Effort = EFFORT) -> dict[str, Any]:
         row[view] = {
             "verdict": found.verdict,
             "confidence": found.confidence,
-            "causes": list(found.causes),
+            "groups": [list(group) for group in found.groups],
             "ranked": [r.code for r in found.ranked[:5]],
             "shares": [round(r.posterior, 3) for r in found.ranked[:5]],
             "laws": {law.name: round(law.share, 3) for law in found.laws},

@@ -1,11 +1,9 @@
-"""From rows of results to the table that is shipped: per class, what was found, named, accused, and at what cost."""
+"""From rows of results to their table: per class, what was found, named, accused, and at what cost."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.analysis.intervals import wilson
@@ -16,9 +14,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 VIEWS = ("outside", "evidence")
-SHIPPED = Path(__file__).parents[3] / "data" / "calibration" / "table.json"  # of the last full run, default strength
-STRENGTHS_SHIPPED = SHIPPED.with_name("strengths.json")  # mild and severe
-MARKERS = ("<!-- calibration: begin -->", "<!-- calibration: end -->")
 TITLES = {
     "outside": "From outside alone: answers, usage, and the sizes that the server states",
     "evidence": "With what a deployment offers inside: digests of transfers, page dumps, physical places",
@@ -26,9 +21,9 @@ TITLES = {
 
 
 def judged(row: Mapping[str, Any], view: str) -> dict[str, bool]:
-    """What is right about one diagnosis. `accused`: a fault or lookalike is named that was not planted."""
-    found, truth = row[view], set(row["faults"])
-    causes, ranked = set(found["causes"]), found["ranked"]
+    """What is right about one diagnosis. `accused`: a cause is named of which no class was planted; classes that are
+    not told apart are one cause."""
+    found, truth, ranked = row[view], set(row["faults"]), row[view]["ranked"]
     detected = found["verdict"] in ("named", "two causes") or (
         found["verdict"] == "not proven" and ranked[0] != "healthy"
     )
@@ -38,7 +33,7 @@ def judged(row: Mapping[str, Any], view: str) -> dict[str, bool]:
         "first": (ranked[0] in truth) if truth else ranked[0] == "healthy",
         "three": truth <= set(ranked[:3]) if truth else "healthy" in ranked[:3],
         "healthy": found["verdict"] == "healthy",
-        "accused": bool(causes - truth),
+        "accused": any(truth.isdisjoint(group) for group in found["groups"]),
         "both": both,
         "two causes": found["verdict"] == "two causes",
     }
@@ -101,7 +96,7 @@ class Summary:
         }
 
     def markdown(self) -> str:
-        """The page `docs/calibration.md`."""
+        """The figures as a page."""
         parts = ["# Calibration", ""]
         parts += [f"* {name}: {value}" for name, value in self.facts.items()]
         for view in VIEWS:
@@ -116,25 +111,6 @@ class Summary:
             parts += ["| " + " | ".join(str(v) for v in row) + " |" for row in shown.itertuples(index=False)]
         parts += ["", _LEGEND, ""]
         return "\n".join(parts)
-
-    def compact(self) -> str:
-        """One row a class at default strength, from outside alone: the table of `docs/lab.md`."""
-        shown = self.table("outside")
-        shown = shown[(shown["strength"] == "default") & ~shown["class"].str.contains("+", regex=False)]
-        heads = ["class", "runs", "found", "right class first", "wrongly accused", "requests", "taken for"]
-        parts = [" · ".join(f"{name}: {self.facts[name]}" for name in ("date", "seeds", "runs") if name in self.facts)]
-        parts += ["", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-        names = ["class", "runs", "detected", "first", "accused", "requests", "taken for"]
-        parts += ["| " + " | ".join(str(v) for v in row) + " |" for row in shown[names].itertuples(index=False)]
-        return "\n".join(parts)
-
-    def into(self, text: str) -> str:
-        """`text` with the compact table between its two markers; ValueError when it has none."""
-        before, begin, rest = text.partition(MARKERS[0])
-        _, end, after = rest.partition(MARKERS[1])
-        if not begin or not end:
-            raise ValueError(f"the page has no place for the table: it needs {MARKERS[0]} and {MARKERS[1]}")
-        return f"{before}{begin}\n{self.compact()}\n{end}{after}"
 
     def __str__(self) -> str:
         lines = []
@@ -151,19 +127,11 @@ class Summary:
 
 _LEGEND = """Columns: *runs* with this class planted; *detected*: something other than "healthy" was named or ranked
 first; *first*, *three*: the planted class is ranked first, or is (for pairs: both are) among the first three;
-*healthy*: the verdict was "healthy"; *accused*: a class was named that was not planted; *both*, *two causes*: for
-pairs, both ranked in the first two, and said to be two; *requests* to the examined deployment in one run;
+*healthy*: the verdict was "healthy"; *accused*: a cause was named of which no class was planted; *both*, *two
+causes*: for pairs, both ranked in the first two, and said to be two; *requests* to the examined deployment in one run;
 *taken for*: what was ranked first instead. No longer on the list of pairs, because one fault hides the other from every
 instrument: N3 or F11 with any other fault, and F05+F12."""
 
 
 def summarise(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> Summary:
     return Summary(rows, facts)
-
-
-def shipped(path: Path = SHIPPED) -> Summary:
-    """The calibration that comes with the project; ValueError when the file is not there."""
-    if not path.is_file():
-        raise ValueError(f"there is no {path.name} here; `needlework calibrate --out FOLDER` makes one")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    return Summary(data["rows"], data["facts"])

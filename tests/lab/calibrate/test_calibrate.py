@@ -31,9 +31,10 @@ def test_planted_faults_are_named_and_a_healthy_deployment_is_not(tmp_path):
     with ThreadPoolExecutor(1) as one:
         rows = calibrate(wanted, tmp_path, effort=SHORT, executor=one)
         first = rows[0]["outside"]
-        assert first["verdict"] != "healthy" and (first["confidence"] != "strong" or "F08" in first["causes"])
+        named = [code for group in first["groups"] for code in group]
+        assert first["verdict"] != "healthy" and (first["confidence"] != "strong" or "F08" in named)
         assert rows[1]["outside"]["verdict"] == rows[1]["evidence"]["verdict"] == "healthy"
-        assert not rows[1]["outside"]["causes"] and rows[1]["requests"] > 30
+        assert not rows[1]["outside"]["groups"] and rows[1]["requests"] > 30
         measured = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/evidence.json")}
         again = calibrate(wanted, tmp_path, effort=SHORT, executor=one)  # diagnosed anew, measured once
     assert {path: path.stat().st_mtime_ns for path in measured} == measured and len(measured) == 2
@@ -136,8 +137,8 @@ def test_cases():
         cases(["F99"], ["default"], [0])
 
 
-def _row(faults, ranked, verdict="named", causes=None, **more):
-    found = {"verdict": verdict, "ranked": ranked, "causes": ranked[:1] if causes is None else causes}
+def _row(faults, ranked, verdict="named", groups=None, **more):
+    found = {"verdict": verdict, "ranked": ranked, "groups": [ranked[:1]] if groups is None else groups}
     label = "+".join(faults) or "healthy"
     return {"faults": faults, "label": label, "strength": "default", "requests": 100, "outside": found, **more}
 
@@ -149,8 +150,8 @@ def test_a_wrong_diagnosis_counts_as_wrong():
         _row(["F01"], ["healthy", "F05", "F06"], "healthy", []),
         _row([], ["healthy", "F05", "F06"], "healthy", []),
         _row([], ["F05", "healthy", "F06"]),
-        _row(["F01", "F09"], ["F09", "F01", "F06"], "two causes", ["F09", "F01"]),
-        _row(["F01", "F09"], ["F09", "F06", "F01"], "two causes", ["F09", "F06"]),
+        _row(["F01", "F09"], ["F09", "F01", "F06"], "two causes", [["F09"], ["F01"]]),
+        _row(["F01", "F09"], ["F09", "F06", "F01"], "two causes", [["F09"], ["F06"]]),
     ]
     shown = table(rows, "outside").set_index("class")
     assert shown.loc["F01", ["runs", "detected", "first", "three", "accused"]].tolist() == [3, 2, 1, 2, 1]
@@ -158,6 +159,7 @@ def test_a_wrong_diagnosis_counts_as_wrong():
     assert shown.loc["F01+F09", ["both", "two causes", "accused"]].tolist() == [1, 2, 1]
     assert shown.loc["F01", "taken for"] == "F05 (1), healthy (1)"
     assert judged(rows[1], "outside")["accused"] and not judged(rows[0], "outside")["accused"]
+    assert not judged(_row(["F01"], ["F01", "F06"], groups=[["F01", "F06"]]), "outside")["accused"]
     page = summarise([{**row, "evidence": row["outside"]} for row in rows], {"date": "2026-11-29"}).markdown()
     assert "| right class first (default strength) | 1 of 3 |" in page and "* date: 2026-11-29" in page
 
@@ -184,28 +186,13 @@ def test_an_unfinished_run_has_its_tables(tmp_path, capsys):
     here.mkdir(parents=True)
     row = {"probe": "recall", "prompt_tokens": 600, "outcome": "garbage", "expected": "1", "answer": "2"}
     (here / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(30)))
-    facts = {"config": {}, "requests": 30, "skipped": {}, "inside": {}, "wall_s": 1, "cpu_s": 1}
+    facts = {"config": {}, "requests": 30, "ended": "", "foretold": [], "inside": {}, "wall_s": 1, "cpu_s": 1}
     (here / "evidence.json").write_text(json.dumps(facts))
     arguments = ["--faults", "F08,healthy", "--seeds", "2", "--workers", "1", "--as-is", "--out", str(tmp_path)]
     assert main([*arguments, "--markdown", str(tmp_path / "page.md")]) == 0
     page = (tmp_path / "page.md").read_text()
     assert "* runs: 1 of 4 planned" in page and "| F08 | default | 1 |" in page and "--as-is" not in page
     assert len(list((tmp_path / "runs").iterdir())) == 1
-
-
-def test_the_shipped_table_is_what_the_page_says():
-    from needlework_lab.calibrate.summary import SHIPPED, STRENGTHS_SHIPPED, shipped
-
-    data = json.loads(SHIPPED.read_text())
-    assert shipped().totals("outside") == summarise(data["rows"], data["facts"]).totals("outside")
-    root = SHIPPED.parents[2]
-    assert shipped().markdown() == (root / "docs" / "calibration.md").read_text()
-    assert shipped(STRENGTHS_SHIPPED).markdown() == (root / "docs" / "strengths.md").read_text()
-    assert {row["strength"] for row in shipped(STRENGTHS_SHIPPED).rows if row["faults"]} == {"mild", "severe"}
-    page = (root / "docs" / "lab.md").read_text()
-    assert shipped().into(page) == page and shipped().into(page.replace("| F07 |", "| F70 |")) == page
-    with pytest.raises(ValueError, match="no place"):
-        shipped().into("a page without markers")
 
 
 def test_a_remembered_server_gives_the_same_answer_and_computes_it_once():
