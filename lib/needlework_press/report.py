@@ -70,6 +70,8 @@ def build(plan: runner.Plan) -> Path:
     beside = path.with_suffix(".part")
     beside.write_text(text, "utf-8")
     os.replace(beside, path)
+    for name in onepage.NAMES:  # of an earlier build
+        path.with_name(name).unlink(missing_ok=True)
     if found is not None and found.brief is not None:
         onepage.write(path.parent, found.brief, whole="index.html")
     return path

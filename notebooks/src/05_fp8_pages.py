@@ -184,8 +184,13 @@ workbook.tables.table(per_pool, "What a reader of the decode side loses")
 # %%
 workbook.figures.show(
     page_figures.journey(sent, lost, title="One request across the transfer: its pages in the order of the tokens"),
-    alt="Three rows of squares, one square a page of 256 tokens: in both indexer-key rows the first eight pages, up to "
-    "token 2,048, arrived and all later ones are missing; in the row of compressed keys every page arrived.",
+    alt="Rows of squares, one row a buffer and one square a page, in the order of the tokens; not as they were sent: "
+    + (
+        ", ".join(
+            f"{r.pages} pages of {r.pool}.{r.layer} from token {r.first_token:,.0f} on" for r in per_pool.itertuples()
+        )
+        or "none"
+    ),
 )
 
 # %%
@@ -195,7 +200,7 @@ if incident == "context-loss":
     assert {dump.pool for dump in sent} == {"c4_index", "c4_kv"}
 
 # %% [markdown]
-# Every page of the compressed keys arrived. Of the indexer keys only the first 2,048 tokens did; 13 pages in each layer hold zeros.
+# In the incident `context-loss` every page of the compressed keys arrived. Of the indexer keys only the first 2,048 tokens did; 13 pages in each layer hold zeros.
 # Decode *has* the old context, but its indexer scores it against nothing, so it is not selected. From outside this is a model that
 # says there is no prior context.
 
@@ -208,13 +213,15 @@ worst = next(dump for dump in received if len(lost) == 0 or dump.pool == lost["p
 page_figures.PageExplorer(worst, slot=slot, field="scales", start=edge, stills=[0, edge - 1, edge, len(worst.raw) - 1])
 
 # %% [markdown]
-# Page 7 is full, page 8 is empty, codes and scales alike: neither rounding nor a wrong scale nor a wrong layout does that.
+# There page 7 is full, page 8 is empty, codes and scales alike: neither rounding nor a wrong scale nor a wrong layout does that.
 # The reading holds only if prefill's own pages are healthy:
 
 # %%
 kept = [pages.diagnose(dump.raw, dump.record, dump.page_tokens, live=dump.live) for dump in sent]
-assert all(table.empty for table in kept) and pages.compare_dumps(sent, sent).empty
+assert pages.compare_dumps(sent, sent).empty
+print(f"{sum(map(len, kept))} findings in prefill's own pages")
 if incident == "context-loss":
+    assert all(table.empty for table in kept)
     assert edge == 8 and bool(worst.raw[7].any()) and not bool(worst.raw[8].any())
 
 # %% [markdown]

@@ -248,7 +248,9 @@ workbook.summary(
     evidence=seen[:5] or ["nothing is lost beyond stray misses"],
     confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. e is the evidence against the arms being alike: "
     "20 or more is decisive, however often one looks. Only the listed classes are ranked; the cause may be an unlisted one.",
-    next_step=" ".join([*map(str, advised), f"Next: {(diagnosis.next_tests[-1] if advised else tests[0])}."]),
+    next_step=" ".join(
+        [*map(str, advised), f"{'Next: ' if advised else ''}{(diagnosis.next_tests[-1] if advised else tests[0])}."]
+    ),
 )
 
 # %% [markdown]

@@ -52,7 +52,7 @@ def adopt(path: str | Path) -> str:
 def names() -> list[str]:
     """Names of the incidents that are known, sorted."""
     found = [p for folder in _folders() if folder.is_dir() for p in folder.iterdir()]
-    return sorted({p.name for p in found if (p / "incident.toml").is_file() and _NAME.fullmatch(p.name)})
+    return sorted({p.name for p in found if p.is_dir() and _NAME.fullmatch(p.name)})
 
 
 def incident(name: str | None = None) -> Bundle:
