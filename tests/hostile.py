@@ -8,6 +8,7 @@ honest reader may write for such a request. "transport" says that nothing was me
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import json
 import re
@@ -354,10 +355,11 @@ add("bad_status_line", NOTHING, _partly(b"HELLO THERE\r\n\r\n", _close))
 add("bad_length", NOTHING, _partly(HEAD_SSE + b"Content-Length: many\r\n\r\n", _close))
 add("bad_chunk", NOTHING, _partly(HEAD_SSE + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n", _close))
 add("bad_gzip", NOTHING, lambda c: c.reply(200, b"not gzip at all", "text/event-stream", Content_Encoding="gzip"))
+_bomb = functools.cache(lambda: gzip.compress(bytes(64 << 20)))
 add(
     "gzip_bomb",
     NOTHING,
-    lambda c: c.reply(200, gzip.compress(bytes(64 << 20)), "text/event-stream", Content_Encoding="gzip"),
+    lambda c: c.reply(200, _bomb(), "text/event-stream", Content_Encoding="gzip"),
 )
 add("huge_header", NOTHING, _partly(b"HTTP/1.1 200 OK\r\nX: " + b"a" * (2 << 20) + b"\r\n\r\n", _close))
 add("huge_line", NOTHING, lambda c: c.sse(b"data: " + b"a" * (24 << 20) + b"\n\n"))

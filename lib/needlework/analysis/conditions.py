@@ -30,7 +30,8 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     load (requests in flight), turn, order (0, 1, …; null where no time is told), since_abort (requests since a dropped
     one, 0 beside it), page (physical, where told), sent_low and sent_high (tokens sent; an interval where not counted
     them), evaluated; arm and replica (text); prompt (int: equal for equal prompts); warm, cut (evaluated shorter than
-    sent), misjudged (graded wrong, holds the value) and lost (bool); kind (int8, index of KINDS, -1: never reached the
+    sent), misjudged (graded wrong, holds the value), thought (the value stands in the reasoning alone) and lost
+    (bool); made (completion tokens); finish (reason, text); kind (int8, index of KINDS, -1: never reached the
     model); error and failure (text, of those). `attrs["rows"]`: the label in `trials` of each. Controls, calibration,
     dropped requests and rows that say the same twice are left out. Raises ValueError for what is no DataFrame.
     """
@@ -114,6 +115,10 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
             "prompt": _prompts(t),
             "warm": warm,
             "cut": cut,
+            "made": number("completion_tokens"),
+            "finish": table.texts(t, "finish_reason").to_numpy(),
+            "thought": (outcome == "reasoning_only")
+            & table.texts(t, "in_reasoning").isin(["True", "1", "1.0"]).to_numpy(),
             "misjudged": misjudged,
             "lost": kind > 0,
             "kind": kind,

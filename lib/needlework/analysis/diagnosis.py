@@ -26,6 +26,7 @@ from needlework.analysis.predictions import Judged
 FEW = 24  # measured trials below which nothing is named, and predictions below which nothing is strong
 MOST = 4  # classes that may share a verdict; more are no name
 CLEAR, LIKELY = 0.9, 0.8
+TOLD = 0.05  # a class below is not worth a word
 ENOUGH = 8  # losses inside a law before it is more than weak evidence
 SEVERAL, SHARE = 3, 0.1  # answers or failures that make a finding, and their share of what is asked
 WHOLE = 0.05  # a loss rate that no "healthy" shows over all, and no strong one leaves open anywhere
@@ -114,7 +115,9 @@ class Diagnosis:
             lines.append(f"Not answered: {self.failures.sentence.replace('found', 'answered')}. {self.words}".rstrip())
         if self.verdict != "healthy" and self.laws and self.hits < self.measured:
             lines += [f"Lost: {law.sentence} ({100 * law.share:.0f} %)" for law in self.laws[:3] if law.share > 0.05]
-        for group in self.groups or ([r.code for r in self.ranked[:4] if r.code in MECHANISMS],):
+        for group in self.groups or (
+            [r.code for r in self.ranked[:4] if r.code in MECHANISMS and r.posterior >= TOLD],
+        ):
             if group and self.verdict != "healthy":
                 share = {r.code: r.posterior for r in self.ranked}
                 of = ", ".join(f"{code} {100 * share.get(code, 0):.0f} %" for code in group)

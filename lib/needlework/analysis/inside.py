@@ -85,9 +85,20 @@ def observed(evidence: Mapping[str, Any]) -> list[Seen]:
 
 
 def counted(trials: pd.DataFrame, c: pd.DataFrame) -> list[Seen]:
-    """What replies count beside the answer: prompts evaluated shorter than they were sent, tokens that drafts win."""
+    """What replies tell beside the answer: values left in the reasoning, no token at all, prompts evaluated shorter
+    than they were sent, tokens that drafts win."""
     out = []
-    known = c["lost"] & c["evaluated"].notna() & c["sent_low"].notna() & ~(c["cut"] & (c["evaluated"] <= 8))
+    lost = c[c["lost"]]
+    thought, silent = lost["thought"], lost["made"] == 0
+    if thought.sum() >= max(3, 0.5 * len(lost)):  # what was thought was remembered
+        ends = " or ".join(sorted(set(lost["finish"][thought].str.slice(0, 20)) - {""}))
+        text = f"{thought.sum()} of {len(lost)} lost values stand in the reasoning, with no answer after it"
+        out.append(Seen(text + (f" (finish reason {ends})" if ends else ""), _only(LISTED, 0.001, "N3"), True))
+    if silent.sum() >= max(3, 0.5 * len(lost)):  # a model that ends at once has still made one token
+        text = f"{silent.sum()} of {len(lost)} lost prompts were answered with nothing (0 completion tokens)"
+        out.append(Seen(text, _only(0.5, UNLISTED, "N1", "N3", "F16"), True))
+    known = c["lost"] & (c["made"] != 0)  # nothing made, nothing known to be evaluated
+    known &= c["evaluated"].notna() & c["sent_low"].notna() & ~(c["cut"] & (c["evaluated"] <= 8))
     cut = int((c["cut"] & known).sum())
     if known.sum() >= 3 and cut in (0, *range(3, len(c))):
         odds = dict.fromkeys(MECHANISMS, 0.98 if not cut else 0.02) | {"N1": 0.02 if not cut else 0.9}
@@ -104,6 +115,10 @@ def counted(trials: pd.DataFrame, c: pd.DataFrame) -> list[Seen]:
     alarm = bool(low < 0.7 * high or high <= 1.001)
     text = f"draft acceptance runs from {low:.2f} to {high:.2f}"
     return [*out, _seen("drafts", ["low"], text, alarm)] if alarm else out
+
+
+def _only(shown: float, else_: float, *codes: str) -> dict[str, float]:
+    return dict.fromkeys(MECHANISMS, else_) | dict.fromkeys(codes, shown)
 
 
 def likelihoods(seen: Sequence[Seen]) -> dict[str, float]:
