@@ -63,7 +63,7 @@ def test_two_causes_are_both_said():
     assert result.verdict == "two causes" and {"F07", "F09"} <= set(result.causes) and "Two causes" in str(result)
 
 
-def test_strong_needs_predictions_that_were_kept():
+def test_strong_needs_predictions_that_were_kept_and_a_mechanism_that_was_seen():
     t = lost(asked(240, arms=PAIR, seed=5), lambda t: 0.95 * (t.prompt_tokens % 16 == 3), seed=5)
     fresh = lost(asked(60, arms=PAIR, seed=6), lambda t: 0.95 * (t.prompt_tokens % 16 == 3), seed=6)
     prompts = [
@@ -74,12 +74,30 @@ def test_strong_needs_predictions_that_were_kept():
     record = {"record": "predictions", "round": 1, "law": "residue", "prompts": prompts}
     without, kept = diagnose(whole), diagnose(whole, predictions=[record])
     assert without.causes == ("F07",) and without.confidence == "moderate"
-    assert kept.causes == ("F07",) and kept.confidence == "strong" and "as predicted" in str(kept)
+    assert kept.causes == ("F07",) and kept.confidence == "moderate" and "as predicted" in str(kept)
+    healed = diagnose(whole, {"flags": {"pad prompts": True}}, predictions=[record])
+    assert healed.confidence == "moderate", "a switch that says nothing of the mechanism"
     wrong = [
         p | {"p_loss": 1 - p["p_loss"], "expects": "lost" if p["expects"] == "found" else "found"} for p in prompts
     ]
     broken = diagnose(whole, predictions=[record | {"prompts": wrong}])
     assert broken.verdict == "not proven" and "refuted" in str(broken)
+
+
+def test_strong_is_a_law_foretold_and_the_switch_that_heals():
+    last = lambda t: 0.97 * (t.needle_token < (t.prompt_tokens - 1) // 2048 * 2048)  # noqa: E731
+    t, fresh = (lost(asked(n, seed=s), last, seed=s) for n, s in ((240, 5), (60, 6)))
+    t["concurrency"] = fresh["concurrency"] = 1
+    prompts = [
+        {"trial_id": i, "p_loss": max(p, 0.02), "expects": "lost" if p > 0.5 else "found"}
+        for i, p in zip(fresh.trial_id, last(fresh), strict=True)
+    ]
+    record = {"record": "predictions", "round": 1, "law": "last pass", "prompts": prompts}
+    whole, config = pd.concat([t, fresh], ignore_index=True), {"chunk": 2048}
+    law = diagnose(whole, {"config": config}, predictions=[record])
+    healed = diagnose(whole, {"config": config, "flags": {"chunked_prefill": True}}, predictions=[record])
+    assert "F08" in law.causes and law.confidence == "moderate", str(law)
+    assert healed.causes[0] == "F08" and healed.confidence == "strong", str(healed)
 
 
 def test_what_never_reached_the_model_leads_with_the_servers_words():

@@ -247,7 +247,11 @@ def _verdict(d: Diagnosis, found: Fit, c: pd.DataFrame, alarm: bool) -> Diagnosi
         return d
     mixed = len({code[0] for code in group}) > 1  # a fault or a lookalike: nobody is accused on that
     confidence = (
-        "weak" if group is not wide or not enough or mixed else "strong" if _foretold(d.predictions) else "moderate"
+        "weak"
+        if group is not wide or not enough or mixed
+        else "strong"
+        if alarm and _foretold(d.predictions)  # a law that came true is not yet a mechanism that was seen
+        else "moderate"
     )
     if " + " in law.name and (second := _group(found.second, LIKELY)) and not set(group) & set(second):
         return replace(d, verdict="two causes", causes=(*group, *second), groups=(group, second), confidence=confidence)

@@ -182,6 +182,11 @@ def _first(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     return _clear(c, (mine == 0) & (last > 0), mine > 0)
 
 
+def _from_end(c: Rows, v: tuple[float, ...]) -> np.ndarray:
+    mine, last, _ = _in_pass(c, v[0])
+    return _clear(c, (last > 0) & (last - mine == v[1]), c["left"] > (v[1] + 1) * v[0])
+
+
 def _alternate(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
     return _clear(c, (mine % 2 == v[1]) & (last > 0))
@@ -273,6 +278,9 @@ FAMILIES: tuple[Family, ...] = (
            lambda p: f"values outside the last prefill pass of {_pass_size(p)}", ("chunk",)),
     _masks("first pass", lambda c: [(n,) for n in _passes(c)], _first,
            lambda p: f"values in the first of several prefill passes of {_pass_size(p)}", ("chunk",)),
+    _masks("late pass", lambda c: [(n, back) for n in _passes(c) for back in (0, 1)], _from_end,
+           lambda p: f"values in the {('', 'second-')[int(p['back'][1])]}last of several passes of {_pass_size(p)}",
+           ("chunk", "back")),
     _masks("alternate pass", lambda c: [(n, odd) for n in _passes(c) for odd in (0, 1)], _alternate,
            lambda p: f"values in every second prefill pass of {_pass_size(p)}", ("chunk", "odd")),
     _masks("pass border", lambda c: [(n, w) for n in _passes(c) for w in (16, 64, 256) if w <= n // 4], _border,

@@ -282,9 +282,9 @@ def _fits(h: _Hypothesis, code: str, known: dict[str, list[float]], c: Rows) -> 
             sum(math.log((p * 1.015 + 8) / (p * 0.985 - 8)) for p in places if p > 16) / max(wide, 1e-9), 1e-6
         )
         ratio += math.log(0.9 + 0.1 * near / expected)
-    elif "chunk" in m.at and known.get("chunk") and "pass" in h.family:
+    elif "chunk" in m.at and known.get("chunk") and "pass" in h.family:  # one case in ten has another unit
         at = sum(w * (v[0] in known["chunk"]) for v, w in zip(h.values, h.weights, strict=True))
-        ratio += math.log(0.5 + 0.5 * at * 8)
+        ratio += math.log(0.1 + 0.9 * at * len(families.CHUNKS))
     return ratio
 
 
@@ -321,6 +321,11 @@ def _hypotheses(c: Rows) -> list[_Hypothesis]:
             unclear = 0 if counts.unclear is None else counts.unclear.reshape(inside.shape).astype(np.int32)
             chosen = [gates[i] for i in mine]
             out += _family(family.name, inside, unclear, counts.prior, counts.values, chosen, present, every, score)
+    known = c["length"][np.isfinite(c["length"])]
+    cuts = np.quantile(known, (0.25, 0.5, 0.75)) if len(known) else ()
+    grounds = [*masks[1:], *(c["length"] > q for q in cuts)]
+    alone, either = _one_kind(kind), _kinds_apart(kind, grounds)
+    out = [replace(h, evidence=h.evidence + either - alone) if h.name == "any" else h for h in out]
     where = [g for g in gates if g.state == "any"]
     out += _fading(c, where, kind) + _free(c, kind, gates[0]) + _prompts(c, kind, gates[0])
     return out
@@ -417,6 +422,22 @@ def _one_kind(kind: np.ndarray) -> float:
     counts = np.bincount(kind[kind > 0])
     counts = counts[counts > 0]
     return _dirichlet(counts, np.full(len(counts), DIRICHLET)) if len(counts) > 1 else 0.0
+
+
+def _kinds_apart(kind: np.ndarray, grounds: Sequence[np.ndarray]) -> float:
+    """Kinds of wrong answers alike everywhere, or (every second case) of their own on one of several grounds: how an
+    answer is wrong may hang on the load or the length where what is lost does not."""
+    counts = np.bincount(kind)
+    present = np.flatnonzero(counts[1:]) + 1
+    if len(present) < 2:
+        return 0.0
+    each = [_two_kinds(kind, ground, present) for ground in grounds] or [_one_kind(kind)]
+    return float(np.logaddexp(_one_kind(kind), _lse(each) - math.log(len(each))) - math.log(2))
+
+
+def _two_kinds(kind: np.ndarray, ground: np.ndarray, present: np.ndarray) -> float:
+    plain = np.full(len(present), DIRICHLET)
+    return sum(_dirichlet(np.bincount(kind[m], minlength=len(KIND_INDEX))[present], plain) for m in (ground, ~ground))
 
 
 def _dirichlet(counts: np.ndarray, alpha: np.ndarray) -> float:

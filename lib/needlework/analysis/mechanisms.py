@@ -73,9 +73,11 @@ def prior(laws: tuple[tuple[str, str, str, bool], ...], arms: tuple[str, ...], r
     """P(law | class) [laws, classes] for the laws (family, state, where, hard) that a table can show.
 
     What a class loses on one arm only needs arms: with one arm its cases there count as cases anywhere. Among several
-    arms of which some are named after a split, classes of transfers (`where.arm` above all else) mean those. A column
-    adds to less than one by the cases that this table could not show.
+    arms of which some are named after a split, classes of transfers (`where.arm` above all else) mean those. Where none
+    is, arms are servers of their own, and whatever the class, every second case is one server's. A column adds to less
+    than one by the cases that this table could not show.
     """
+    splits = [a for a in arms if PD_ARM.search(a)]
     families = len({law[0] for law in laws})
     spread = np.array([_anywhere(law, arms, replicas) for law in laws]) / families
     out = np.empty((len(laws), len(CODES)))
@@ -88,11 +90,12 @@ def prior(laws: tuple[tuple[str, str, str, bool], ...], arms: tuple[str, ...], r
                 share = m.law(family, state, kind, hard)
                 if kind == "any" and len(arms) < 2:
                     share += m.law(family, state, "arm", hard)
+                elif not splits and kind in ("any", "arm"):
+                    share = (m.law(family, state, "any", hard) + m.law(family, state, "arm", hard)) / 2
                 if kind == "any" and not replicas:
                     share += m.law(family, state, "replica", hard)
                 if kind == "arm":
-                    split = [a for a in arms if PD_ARM.search(a)]
-                    meant = split if m.where.get("arm", 0) > m.where["any"] and split else arms
+                    meant = splits if m.where.get("arm", 0) > m.where["any"] and splits else arms
                     share *= (name in meant) / len(meant)
                 elif kind == "replica":
                     share /= max(replicas, 1)
