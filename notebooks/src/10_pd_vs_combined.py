@@ -185,8 +185,9 @@ if clean == ["needle_token"]:
 state = marks[marks["arm"] == split].groupby("wanted_cache")["hit"].agg(found="sum", prompts="count").reset_index()
 lost = {row.wanted_cache: int(row.prompts - row.found) for row in state.itertuples()}
 lost_in_first = int((by_chunk["prompts"] - by_chunk["found"])[by_chunk["chunk"] == 0].sum())
-told = ", ".join(f"{cache} {n}" for cache, n in lost.items())
-print(f"lost {told or 'nothing'}; of the first chunk, cold: {lost_in_first}")
+print(
+    f"lost {', '.join(f'{cache} {n}' for cache, n in lost.items()) or 'nothing'}; of the first chunk, cold: {lost_in_first}"
+)
 workbook.tables.table(state, f"The {split} arm by cache state")
 
 # %%
