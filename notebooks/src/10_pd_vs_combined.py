@@ -190,6 +190,9 @@ print(
 )
 workbook.tables.table(state, f"The {split} arm by cache state")
 
+# %% tags=["remove-cell"]
+assert sum(counts) == len(both) or marks["hit"].isna().any()
+
 # %%
 assert lost.get("cold", 0) >= lost_in_first, "more is lost in the first chunk than in all"
 
