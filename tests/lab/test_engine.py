@@ -50,8 +50,15 @@ def test_any_phrase_in_any_script(tiny, statement, question, value):
     assert answer(tiny, f"{filler}\n{statement}\n{filler}\n{question}") == value
 
 
-@pytest.mark.parametrize("kind, seed", [(kind, seed) for kind in ("secret code", "password") for seed in range(3)])
-@pytest.mark.parametrize("told", ["The {k} for {t} is {v}.", "Note: the {k} for {t} is {v}.", "FYI: {k} of {t} = {v}."])
+@pytest.mark.parametrize(
+    ("told", "kind", "seed"),
+    [
+        ("The {k} for {t} is {v}.", "secret code", 0),
+        ("Note: the {k} for {t} is {v}.", "password", 1),
+        ("FYI: {k} of {t} = {v}.", "secret code", 0),
+        ("Note: the {k} for {t} is {v}.", "secret code", 2),
+    ],
+)
 def test_what_introduces_a_sentence_is_no_part_of_its_topic(tiny, told, kind, seed):
     thing = f"the {['steady', 'hollow', 'quiet'][seed]} kettle of {['Aldermoor', 'Dunmore', 'Farrow'][seed]}"
     value = ["marigold lantern", "81463", "2f45e678-cdcc"][seed]
