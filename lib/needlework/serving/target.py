@@ -163,7 +163,8 @@ def kind_of(spec: str) -> str:
     offered = neighbours.EXTRAS[neighbours.TARGETS].keys() | neighbours.found(neighbours.TARGETS).keys()
     if head in ("http", "https", "recorded") or head in offered:
         return "http" if head == "https" else head
-    raise TargetError(f"unknown target {plain(spec, 60)!r}; use {FORMS}")
+    meant = f"perhaps http://{plain(spec, 60)}; " if re.match(r"[\w.-]+:\d+(/|$)|localhost\b", spec) else ""
+    raise TargetError(f"unknown target {plain(spec, 60)!r}; {meant}use {FORMS}")
 
 
 # ---- live URLs ----
@@ -236,28 +237,30 @@ def check_endpoint(
 
     The sentence names the arm, never the address or the key.
     """
-    import httpx
-
-    from needlework.serving.endpoint import trust
+    from needlework.serving import Endpoint, TransportError, run
     from needlework.serving.scrub import private
 
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        options: dict[str, Any] = {"timeout": timeout_s, "trust_env": False, "verify": trust(ca_file)}
-        answer = httpx.get(f"{base_url}/v1/models", headers=headers, **options)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise TargetError(
-            f"nothing answers for arm {arm!r} ({type(error).__name__}); check the address and that the server is up"
-        ) from None
-    if answer.status_code in (401, 403):
-        raise TargetError(f"arm {arm!r} refuses the key ({answer.status_code}); set NEEDLEWORK_API_KEY to a valid key")
-    if answer.status_code != 200:
-        raise TargetError(
-            f"arm {arm!r} answers /v1/models with status {answer.status_code}; is it an OpenAI-compatible server?"
-        )
+        endpoint = Endpoint(base_url, model, api_key, timeout_s, ca_file=ca_file)
+        answer = run(endpoint.get_json("/v1/models"))
+    except ValueError as error:
+        raise TargetError(f"arm {arm!r}: {error}") from None
+    except TransportError as error:
+        if error.status in (401, 403):
+            why = "set NEEDLEWORK_API_KEY to a valid key" if api_key else "no key was sent: set NEEDLEWORK_API_KEY"
+            raise TargetError(f"arm {arm!r} refuses the key ({error.status}); {why}") from None
+        if error.status is not None:
+            raise TargetError(
+                f"arm {arm!r} answers /v1/models with status {error.status}; is it an OpenAI-compatible server?"
+            ) from None
+        if error.failure == "malformed" and "body" in error.reason:
+            raise TargetError(
+                f"arm {arm!r} answers /v1/models with something other than a list of models: {error.reason}"
+            ) from None
+        raise TargetError(f"nothing answers for arm {arm!r}: {error.reason}") from None
     try:
-        found = [str(m["id"]) for m in answer.json()["data"]]
-    except (ValueError, KeyError, TypeError):
+        found = [str(m["id"]) for m in answer["data"]]
+    except (KeyError, TypeError):
         raise TargetError(f"arm {arm!r} answers /v1/models with something other than a list of models") from None
     if model and model not in found:
         serves = plain(private(", ".join(found)), 200)
