@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from needlework import probes
-from needlework.serving import Endpoint, capabilities, run, vllm
+from needlework.serving import Endpoint, capabilities, run
+from needlework_lab import vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 

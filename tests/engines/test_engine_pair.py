@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 from needlework import probes
-from needlework.serving import Endpoint, run, vllm
+from needlework.serving import Endpoint, run
+from needlework_lab import vllm
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
 
