@@ -2,6 +2,7 @@
 
 import numpy as np
 from needlework.probes import arms, cliff
+from needlework.probes.bench.result import discordant
 
 
 def row(tokens, found, **more):
@@ -39,7 +40,7 @@ def test_a_hole_and_a_comb_are_told_and_a_step_is_left_to_the_search():
 def compared(first, second, pairs, seed, flips=(0, 8)):
     r = np.random.default_rng(seed)
     found = [tuple(row(1000 + i, r.random() < p, wanted_cache="cold") for p in (first, second)) for i in range(pairs)]
-    details = {**arms._paired(found), "aa": flips}
+    details = {**discordant(found), "aa": flips}
     return arms._describe(["one", "two"], found, details, "")
 
 
