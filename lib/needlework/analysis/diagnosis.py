@@ -128,7 +128,8 @@ class Diagnosis:
             lines.append(f"Foretold: {self.predictions}")
         if self.verdict == "healthy":
             looked = sorted((e for e in self.excluded if e.measured), key=lambda e: -e.bound)
-            lines += [f"No condition loses more than {100 * looked[0].bound:.0f} % ({looked[0]})."] if looked else []
+            if looked:
+                lines.append(f"Still possible: a loss of up to {100 * looked[0].bound:.0f} % ({looked[0]}).")
         if self.missing:
             lines.append(f"Not looked at: {', '.join(self.missing)}.")
         lines += [f"Next: {test}." for test in self.next_tests[:1]]
