@@ -65,7 +65,7 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
         values = pd.to_numeric(table.column(t, name), errors="coerce").to_numpy(float)
         return np.where(np.isfinite(values), values, np.nan)
 
-    outcome = outcome[keep].iloc[sequence].to_numpy()
+    kept = outcome[keep].iloc[sequence].to_numpy()
     counted, evaluated, wished = number("counted_tokens"), number("prompt_tokens"), number("target_tokens")
     low, high = (np.where(np.isfinite(x), x, counted) for x in (number("sent_low"), number("sent_high")))
     cached, cache, place = number("cached_tokens"), table.texts(t, "cache").to_numpy(), number("needle_token")
@@ -83,12 +83,12 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
     warm = (cached > 0) & (cache != "cold") | ((cache == "warm") & ~np.isfinite(cached))
     cached = np.where(warm, np.where(np.isfinite(cached), cached, length), 0.0)
     answer, expected = table.texts(t, "answer").to_numpy(), table.texts(t, "expected").to_numpy()
-    kind = np.array([_KIND.get(one, UNMEASURED) for one in outcome], np.int8)
+    kind = np.array([_KIND.get(one, UNMEASURED) for one in kept], np.int8)
     misjudged = np.zeros(len(t), bool)
     for i in np.flatnonzero(kind > 0):
         misjudged[i] = bool(expected[i]) and kind[i] != 5 and _holds(answer[i], expected[i])
     kind[misjudged] = 0
-    kind[(kind == 5) & (answer == "") & (outcome != "reasoning_only")] = 4  # nothing, up to the limit
+    kind[(kind == 5) & (answer == "") & (kept != "reasoning_only")] = 4  # nothing, up to the limit
     kind[(kind == 5) & np.array([bool(_LOOP.search(a[:400])) for a in answer], bool)] = 7  # nonsense up to the limit
     source = table.texts(t, "answered_from").to_numpy()
     kind[(kind > 0) & np.char.startswith(source.astype(str), "trial:")] = 3
@@ -117,7 +117,7 @@ def conditions(trials: pd.DataFrame) -> pd.DataFrame:
             "cut": cut,
             "made": number("completion_tokens"),
             "finish": table.texts(t, "finish_reason").to_numpy(),
-            "thought": (outcome == "reasoning_only")
+            "thought": (kept == "reasoning_only")
             & table.texts(t, "in_reasoning").isin(["True", "1", "1.0"]).to_numpy(),
             "misjudged": misjudged,
             "lost": kind > 0,
@@ -145,13 +145,13 @@ def _since(order: pd.Series, dropped: pd.Series, arm: pd.Series, label: pd.Serie
 
 def _repeated(t: pd.DataFrame) -> pd.Series:
     """Rows that repeat another word for word where answers are told; else further copies of a whole table."""
-    told = [c for c in t if c not in _VOLATILE]
+    told = [str(c) for c in t if c not in _VOLATILE]
     if not told or not len(t):
         return pd.Series(False, index=t.index)
     if "trial_id" in t and t["trial_id"].notna().all() and t["trial_id"].is_unique:
         return pd.Series(False, index=t.index)
     if any(c in t and t[c].notna().all() and t[c].nunique() > len(t) / 2 for c in ("time", "latency_s", "ttft_s")):
-        told = list(t)
+        told = [str(c) for c in t]
     text = _joined(t, told)
     rank = text.groupby(text.to_numpy(), sort=False).cumcount()
     if len(told) == len(t.columns) or (

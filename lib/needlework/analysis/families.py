@@ -310,7 +310,7 @@ class Gate:
     share: float  # among gates of its kind
 
     def mask(self, c: Rows) -> np.ndarray:
-        level, name = self.value  # type: ignore[misc]
+        level, name = self.value  # type: ignore[misc,str-unpack]
         ok = np.ones(len(c), bool) if self.where == "any" else (c[self.where] == name)
         if self.state == "load":
             return ok & (c["load"] >= level)

@@ -109,7 +109,7 @@ def counted(trials: pd.DataFrame, c: pd.DataFrame) -> list[Seen]:
     if accept.notna().sum() < 10:
         return out
     late = pd.Series(range(len(trials)), trials.index) > len(trials) / 2
-    parts = [late, *(trials[n].astype(str) for n in ("cache", "turn", "arm") if n in trials)]
+    parts: list[pd.Series] = [late, *(trials[n].astype(str) for n in ("cache", "turn", "arm") if n in trials)]
     means = [m for part in parts for m in accept.groupby(part).median()[accept.groupby(part).count() >= 4]]
     low, high = min(means, default=2.0), max(means, default=2.0)
     alarm = bool(low < 0.7 * high or high <= 1.001)

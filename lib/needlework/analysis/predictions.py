@@ -69,7 +69,7 @@ def judge(record: Mapping[str, Any], trials: pd.DataFrame) -> Judged:
     rows = trials[trials["trial_id"].isin(list(told)) & trials["outcome"].notna() & (trials["outcome"] != NOT_SENT)]
     lost = {str(i): outcome != "exact" for i, outcome in zip(rows["trial_id"], rows["outcome"], strict=True)}
     sides = [[(i, told[i][0]) for i in lost if told[i][1] is side] for side in (True, False)]
-    counts = tuple((sum(lost[i] for i, _ in side), len(side)) for side in sides)
+    counts = [(sum(lost[i] for i, _ in side), len(side)) for side in sides]
     inside, outside = (_chances(np.clip([p for _, p in side], SURE, 1 - SURE)) for side in sides)
     tails = [inside[: counts[0][0] + 1].sum(), inside[counts[0][0] :].sum(), outside[counts[1][0] :].sum()]
     cumulative = inside.cumsum()
@@ -81,7 +81,7 @@ def judge(record: Mapping[str, Any], trials: pd.DataFrame) -> Judged:
     passed = bool(min(tails) >= DOUBT and (not counts[0][1] or counts[0][0] > 0))
     broken = tuple(i for _, i in sorted(wrong, reverse=True))
     p_value = float(min(1.0, 2 * min(tails)))
-    return Judged(law, len(told), *counts, likely, p_value, steady, broken, passed if enough else None)
+    return Judged(law, len(told), counts[0], counts[1], likely, p_value, steady, broken, passed if enough else None)
 
 
 def last(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:

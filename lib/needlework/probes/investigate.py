@@ -256,7 +256,7 @@ class Course:
             told.loc[told["p_loss"] <= min(0.15 * most, 0.05), "expects"] = "found"
             wanted = {"lost": min(MOST_PREDICTED, max(PREDICTED, round(4 / most))), "found": PREDICTED}
         clear = told.groupby("step").filter(lambda rows: (rows["expects"] != "unsure").all())
-        by_step = dict(list(clear.groupby("step")))
+        by_step = {int(n): rows for n, rows in clear.groupby("step")}  # type: ignore[arg-type,call-overload]
         order = list(by_step)
         r.shuffle(order)
         steps, parts = [], []
@@ -272,10 +272,13 @@ class Course:
             steps.append(drawn[best])
             parts.append(by_step[best])
             for side, n in by_step[best]["expects"].value_counts().items():
-                wanted[side] -= n
+                wanted[str(side)] -= n
         r.shuffle(steps)
         rows = [row for part in parts for row in part.itertuples()]
-        prompts = [{"trial_id": x.trial_id, "p_loss": round(float(x.p_loss), 4), "expects": x.expects} for x in rows]
+        prompts: list[dict[str, Any]] = [
+            {"trial_id": x.trial_id, "p_loss": round(float(x.p_loss), 4), "expects": x.expects}  # type: ignore[arg-type]
+            for x in rows
+        ]
         lost = sum(p["expects"] == "lost" for p in prompts)
         why = (
             f"{self._said(law)!r} has to predict {len(prompts)} fresh prompts: {lost} lost, {len(prompts) - lost} found"
@@ -424,7 +427,7 @@ def investigate(
             raise ValueError(
                 f"{most} requests tell nothing of {len(arms)} deployments; allow {12 * len(arms)} at least"
             )
-        shared = {"seed": seed, "genre": genre, "needle": needle}
+        shared: dict[str, Any] = {"seed": seed, "genre": genre, "needle": needle}
         space = space_for(list(arms), window=window, requests=most, tokens=tokens, **shared)
         if old is not None:
             space = Space.from_dict(old["space"])

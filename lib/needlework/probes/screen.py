@@ -225,7 +225,7 @@ def again(space: Space, r: Random, done: Sequence[Step], sends: int) -> Step | N
     return Step("again", old.number, (r.choice(old.arms),), old.prompts, 2 + sends, r.random() < 0.5)
 
 
-def screen(space: Space, size: int = 1) -> list[Step]:
+def screen(space: Space, size: float = 1) -> list[Step]:
     """The first look: every kind, every arm, lengths over the whole range, in an order drawn at random.
 
     size    1 is about 60 requests to one deployment
