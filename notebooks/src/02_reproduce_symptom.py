@@ -191,7 +191,8 @@ elif lost:
 elif stray or not all(talk.table["measured"].sum() for talk in talks.values()):
     verdict = f"Not proven: {stray} follow-ups were missed on {arm}, and no shape is lost throughout."
 else:
-    verdict = f"Healthy: {arm} remembers the first turn at both lengths and in both forms."
+    word = "" if loops or interrupted.verdict == "finding" else "Healthy: "
+    verdict = f"{word}{arm} remembers the first turn at both lengths and in both forms."
 if interrupted.verdict == "finding":
     verdict += f" The interruption does harm of its own: {interrupted}"
 if loops:

