@@ -22,7 +22,7 @@ NOT_HOST = re.compile(
 )
 # Names that everybody's manifests, images and documents hold.
 PUBLIC_HOSTS = set(
-    """github.com huggingface.co www.apache.org docs.vllm.ai docs.sglang.ai docs.python.org www.w3.org pypi.org
+    """github.com huggingface.co www.apache.org docs.vllm.ai docs.sglang.ai docs.python.org www.w3.org
     pytorch.org download.pytorch.org nvidia.com developer.nvidia.com docs.nvidia.com nvcr.io ghcr.io quay.io docker.io
     registry.k8s.io k8s.io kubernetes.io app.kubernetes.io networking.k8s.io storage.k8s.io
     inference.networking.k8s.io kserve.io
