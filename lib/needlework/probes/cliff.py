@@ -175,8 +175,8 @@ def _other_law(rows: list[Row]) -> str:
 
     fit = laws.fit(laws.conditions(pd.DataFrame(rows)))
     law = fit.laws[0] if fit.laws else None
-    # "last pass": while a prompt is one pass nothing is lost, so its edge is one in length as well
-    falls = ("length", "place", "left", "last pass", "fade length", "fade left", "fade place")
+    # passes counted from the end: while a prompt is one pass nothing is lost, so its edge is one in length as well
+    falls = ("length", "place", "left", "last pass", "late pass", "fade length", "fade left", "fade place")
     told = law is not None and law.name not in falls and law.share > 0.5
     return law.sentence if told and law is not None else ""
 
