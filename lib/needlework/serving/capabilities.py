@@ -35,7 +35,7 @@ def salt_value(name: str, salt: str) -> str | bool:
 
 
 # what finding it all out takes, at most
-DISCOVERY_REQUESTS = 14
+DISCOVERY_REQUESTS = 18
 DISCOVERY_TOKENS = 20_000
 
 
@@ -264,11 +264,13 @@ async def cached_source(endpoint: Endpoint, notes: list[str], window: int | None
     its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
     server that computes prompts can tell.
     """
-    fresh = _lamps(secrets.token_hex(8), window)
-    reply = await attempt(endpoint.chat(fresh, max_tokens=1))
-    if reply is not None and reply.cached_tokens is None:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
-        again = await attempt(endpoint.chat(fresh, max_tokens=1))
-        if again is not None and again.cached_tokens:
+    reply = None
+    for text in _lamps(secrets.token_hex(8), window):
+        reply = await attempt(endpoint.chat(text, max_tokens=1))
+        if reply is None or reply.cached_tokens is not None:
+            break
+        again = await attempt(endpoint.chat(text, max_tokens=1))
+        if again is not None and again.cached_tokens:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
             return "usage"
     if reply is None or reply.cached_tokens is None:
         notes.append("cached tokens are not reported, so warm and cold cannot be proved")
@@ -290,10 +292,13 @@ async def accepted_salt(
     """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
     if source is None:
         return None
-    text, send = _lamps("twice", window), counted if source == "counter" else Endpoint.chat
-    await attempt(send(endpoint, text, max_tokens=1))
-    again = await attempt(send(endpoint, text, max_tokens=1))
-    if again is None or not again.cached_tokens:
+    send = counted if source == "counter" else Endpoint.chat
+    for text in _lamps("twice", window):
+        await attempt(send(endpoint, text, max_tokens=1))
+        again = await attempt(send(endpoint, text, max_tokens=1))
+        if again is not None and again.cached_tokens:
+            break
+    else:
         size = f"of {again.prompt_tokens:,} tokens " if again is not None and again.prompt_tokens else ""
         notes.append(f"a repeated prompt {size}had no cached tokens: the prefix cache is off, or its pages are longer")
         return None
@@ -307,9 +312,10 @@ async def accepted_salt(
     return None
 
 
-def _lamps(first: str, window: int | None) -> list[Message]:
-    """A text of about 2,000 tokens, which fills a page of any prefix cache, or of half the window; `first` makes it
-    another one.
+def _lamps(first: str, window: int | None) -> list[list[Message]]:
+    """Texts of about 400 and 2,000 tokens, or of half the window: the longer one fills any cache's page, and is
+    for those where the shorter one leaves nothing. `first` makes them other texts.
     """
-    times = 240 if window is None or window >= 4096 else max(10, window // 18)
-    return [{"role": "user", "content": f"Cache check {first}. " + "The lamp is on the table. " * times}]
+    most = 240 if window is None or window >= 4096 else max(10, window // 18)
+    said = [f"Cache check {first}. " + "The lamp is on the table. " * times for times in sorted({min(48, most), most})]
+    return [[{"role": "user", "content": text}] for text in said]
