@@ -105,11 +105,10 @@ async def discover(endpoint: Endpoint) -> Capabilities:
     known: Capabilities | None = endpoint.capabilities
     if known is not None:
         return known
-    models = await endpoint.get_json("/v1/models", timeout_s=PROBE_TIMEOUT_S)
-    card = _card(models, endpoint.model)
-    model = await endpoint.resolve_model()
+    card = _card(await endpoint.models(timeout_s=PROBE_TIMEOUT_S), endpoint.model)
+    model = endpoint.model = card["id"]
     hello: list[Message] = [{"role": "user", "content": "Hello."}]
-    first = await endpoint.chat(hello, max_tokens=4, stream=True)  # must work; everything below is optional
+    first = await endpoint.chat(hello, max_tokens=4)  # must work; everything below is optional
     marks, info, metrics_text = await asyncio.gather(_marks(endpoint), _info(endpoint), gauges.text(endpoint))
     form, path = await tokenize_form(endpoint, model, hello)
     notes: list[str] = []
@@ -167,18 +166,12 @@ async def flush(endpoint: Endpoint) -> None:
 # ---- single questions ----
 
 
-def _card(models: Any, name: str | None) -> dict[str, Any]:
-    rows = models.get("data") if isinstance(models, dict) else None
-    cards: list[dict[str, Any]] = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    if not cards:
-        raise TransportError("/v1/models lists no model; is this an OpenAI-compatible endpoint?")
-    if name is None:
-        return cards[0]
-    for row in cards:
-        if row.get("id") == name:
-            return row
-    offered = ", ".join(str(row.get("id"))[:60] for row in cards[:5])
-    raise TransportError(f"the endpoint does not serve a model named {name[:60]!r}; it offers {offered}")
+def _card(cards: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    found = next((card for card in cards if name in (None, card["id"])), None)
+    if found is None:
+        offered = ", ".join(card["id"][:60] for card in cards[:5])
+        raise TransportError(f"the endpoint does not serve a model named {str(name)[:60]!r}; it offers {offered}")
+    return found
 
 
 async def _marks(endpoint: Endpoint) -> dict[str, Any]:

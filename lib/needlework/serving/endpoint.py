@@ -102,16 +102,16 @@ class Endpoint:
     # ---- plain HTTP ----
 
     async def get_json(self, path: str, **options: Any) -> Any:
-        return parse_json((await self._fetch("GET", path, None, **options))[0])
+        return parse_json(await self._fetch("GET", path, None, **options))
 
     async def post_json(self, path: str, body: dict[str, Any], **options: Any) -> Any:
-        return parse_json((await self._fetch("POST", path, body, **options))[0])
+        return parse_json(await self._fetch("POST", path, body, **options))
 
     async def get_text(self, path: str, **options: Any) -> str:
-        return decode((await self._fetch("GET", path, None, **options))[0])
+        return decode(await self._fetch("GET", path, None, **options))
 
     async def post_text(self, path: str, body: dict[str, Any] | None = None, **options: Any) -> str:
-        return decode((await self._fetch("POST", path, body, **options))[0])
+        return decode(await self._fetch("POST", path, body, **options))
 
     # ---- generation ----
 
@@ -121,64 +121,25 @@ class Endpoint:
         *,
         max_tokens: int = 64,
         temperature: float = 0.0,
-        seed: int | None = None,
-        stream: bool = True,
         logprobs: bool = False,
         fields: dict[str, Any] | None = None,
         on_sent: asyncio.Event | None = None,
         on_first_token: asyncio.Event | None = None,
     ) -> Reply:
-        """Send one chat completion and return its reply; raises TransportError.
+        """Send one chat completion, streamed, and return its reply; raises TransportError.
 
-        `stream=True` gives the time to the first token. `fields` are added to the body as they are. Cancelling the
-        awaiting task closes the connection, which serving engines treat as an abort; `on_sent` is set when the request
-        has left, so that there is something to abort.
+        `fields` are added to the body as they are. Cancelling the awaiting task closes the connection, which serving
+        engines treat as an abort; `on_sent` is set when the request has left, so that there is something to abort.
         """
-        body: dict[str, Any] = {"messages": messages, "max_tokens": max_tokens, "temperature": temperature}
-        if seed is not None:
-            body["seed"] = seed
+        body: dict[str, Any] = {"model": await self.resolve_model(), "messages": messages, "max_tokens": max_tokens,
+                                "temperature": temperature, "stream": True,
+                                "stream_options": {"include_usage": True}}  # fmt: skip
         if logprobs:
             body["logprobs"] = True
-        body.update(self.extra)
-        body.update(fields or {})
-        return await self._generate("/v1/chat/completions", body, stream, on_first_token, on_sent)
-
-    async def complete(
-        self,
-        prompt: str | list[int],
-        *,
-        max_tokens: int = 64,
-        stream: bool = False,
-        fields: dict[str, Any] | None = None,
-    ) -> Reply:
-        """Send one text completion (no chat template); raises TransportError."""
-        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, **self.extra, **(fields or {})}
-        return await self._generate("/v1/completions", body, stream, None)
-
-    async def resolve_model(self) -> str:
-        """The model's name: as given, else the first of /v1/models; raises TransportError if there is none."""
-        if self.model is None:
-            listing = await self.get_json("/v1/models")
-            data = listing.get("data") if isinstance(listing, dict) else None
-            name = data[0].get("id") if isinstance(data, list) and data and isinstance(data[0], dict) else None
-            if not isinstance(name, str):
-                raise TransportError("/v1/models lists no model; give the model's name")
-            self.model = name
-        return self.model
-
-    async def _generate(
-        self, path: str, body: dict[str, Any], stream: bool, first: asyncio.Event | None,
-        sent: asyncio.Event | None = None,
-    ) -> Reply:  # fmt: skip
-        body = {"model": await self.resolve_model(), **body}
+        body |= self.extra | (fields or {})
         started = time.perf_counter()
-        if not stream:
-            raw, headers = await self._fetch("POST", path, body, sent=sent)
-            return read_completion(parse_json(raw), headers, time.perf_counter() - started, self.scrub)
-        body["stream"] = True
-        body.setdefault("stream_options", {"include_usage": True})
-        parts = EventStream(self.scrub, started, first)
-        async with self._open("POST", path, body, sent=sent) as (response, chunks):
+        parts = EventStream(self.scrub, started, on_first_token)
+        async with self._open("POST", "/v1/chat/completions", body, sent=on_sent) as (response, chunks):
             try:
                 if "text/event-stream" not in response.headers.get("content-type", "").casefold():
                     raw = b"".join([chunk async for chunk in chunks])
@@ -195,6 +156,22 @@ class Endpoint:
             except TransportError as error:
                 error.status = error.status or response.status_code
                 raise
+
+    async def models(self, **options: Any) -> list[dict[str, Any]]:
+        """The entries of /v1/models, one or more, each with its "id"; raises TransportError where it lists none."""
+        listing = await self.get_json("/v1/models", **options)
+        rows = listing.get("data") if isinstance(listing, dict) else None
+        rows = rows if isinstance(rows, list) else []
+        found = [row for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+        if not found:
+            raise TransportError("/v1/models lists no model; is this an OpenAI-compatible endpoint?")
+        return found
+
+    async def resolve_model(self) -> str:
+        """The model's name: as given, else the first of /v1/models; raises TransportError if there is none."""
+        if self.model is None:
+            self.model = (await self.models())[0]["id"]
+        return self.model
 
     # ---- the one place that touches the wire ----
 
@@ -255,11 +232,9 @@ class Endpoint:
                 raise TransportError(said, response.status_code, "too_long")
             yield chunk
 
-    async def _fetch(
-        self, method: str, path: str, body: dict[str, Any] | None, **options: Any
-    ) -> tuple[bytes, dict[str, str]]:
-        async with self._open(method, path, body, **options) as (response, chunks):
-            return b"".join([chunk async for chunk in chunks]), _marks(response.headers)
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, **options: Any) -> bytes:
+        async with self._open(method, path, body, **options) as (_, chunks):
+            return b"".join([chunk async for chunk in chunks])
 
     async def _why(self, response: httpx.Response, chunks: AsyncIterator[bytes]) -> str:
         status = response.status_code

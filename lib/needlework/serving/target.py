@@ -30,7 +30,12 @@ from typing import Any
 
 from needlework import neighbours
 from needlework.evidence import Bundle, incidents
-from needlework.serving.scrub import plain
+
+from . import tokens
+from .endpoint import Endpoint
+from .replies import TransportError
+from .scrub import plain, private
+from .sync import run
 
 FORMS = "lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, or recorded:<run>"
 
@@ -173,8 +178,6 @@ def kind_of(spec: str) -> str:
 def _http(
     named: Mapping[str, str], spec: str, model: str | None, api_key: str | None, check: bool, options: dict[str, Any]
 ) -> Target:
-    from needlework.serving import Endpoint
-
     model = model or os.environ.get("NEEDLEWORK_MODEL") or None
     key = api_key or os.environ.get("NEEDLEWORK_API_KEY") or None
     endpoints, serves = {}, {}
@@ -210,8 +213,6 @@ def _helpers(arm: str, roles: Sequence[str]) -> dict[str, str]:
 
 def _lenders(endpoints: Mapping[str, Any], serves: Mapping[str, list[str]]) -> dict[str, str]:
     """Arm without a tokenise route -> an arm that has one and serves the same models; only with several live arms."""
-    from needlework.serving import run, tokens
-
     if len(serves) < 2:
         return {}
     hello = [{"role": "user", "content": "Hello."}]
@@ -237,31 +238,21 @@ def check_endpoint(
 
     The sentence names the arm, never the address or the key.
     """
-    from needlework.serving import Endpoint, TransportError, run
-    from needlework.serving.scrub import private
-
     try:
-        endpoint = Endpoint(base_url, model, api_key, timeout_s, ca_file=ca_file)
-        answer = run(endpoint.get_json("/v1/models"))
+        found = [card["id"] for card in run(Endpoint(base_url, model, api_key, timeout_s, ca_file=ca_file).models())]
     except ValueError as error:
         raise TargetError(f"arm {arm!r}: {error}") from None
     except TransportError as error:
         if error.status in (401, 403):
             why = "set NEEDLEWORK_API_KEY to a valid key" if api_key else "no key was sent: set NEEDLEWORK_API_KEY"
-            raise TargetError(f"arm {arm!r} refuses the key ({error.status}); {why}") from None
-        if error.status is not None:
-            raise TargetError(
-                f"arm {arm!r} answers /v1/models with status {error.status}; is it an OpenAI-compatible server?"
-            ) from None
-        if error.failure == "malformed" and "body" in error.reason:
-            raise TargetError(
-                f"arm {arm!r} answers /v1/models with something other than a list of models: {error.reason}"
-            ) from None
-        raise TargetError(f"nothing answers for arm {arm!r}: {error.reason}") from None
-    try:
-        found = [str(m["id"]) for m in answer["data"]]
-    except (KeyError, TypeError):
-        raise TargetError(f"arm {arm!r} answers /v1/models with something other than a list of models") from None
+            said = f"arm {arm!r} refuses the key ({error.status}); {why}"
+        elif error.status is not None:
+            said = f"arm {arm!r} answers /v1/models with status {error.status}; is it an OpenAI-compatible server?"
+        elif error.failure == "malformed":
+            said = f"arm {arm!r} answers /v1/models with something other than a list of models: {error.reason}"
+        else:
+            said = f"nothing answers for arm {arm!r}: {error.reason}"
+        raise TargetError(said) from None
     if model and model not in found:
         serves = plain(private(", ".join(found)), 200)
         raise TargetError(f"arm {arm!r} serves no model {plain(private(model), 60)!r}; it serves: {serves}")
