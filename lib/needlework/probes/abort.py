@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from needlework.serving import Endpoint, TransportError, gauges
 from needlework.serving.replies import Unfinished
 
-from .bench.bench import Bench, Common, Options, finish, instrument
+from .bench.bench import Bench, Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.prompts import PromptSpec
 from .bench.result import Result, foreign, outcomes, share, surprising, tally
@@ -68,33 +68,32 @@ def abort(
     places = [(r, stage) for r in range(rounds) for stage in stages]
     rows: list[Row] = []
     with common.bench("abort", endpoint, run) as bench:
-        bench.note(stages=list(stages), rounds=rounds, length=length, how=how, seed=common.seed)
-        with bench.until_stopped():
-            spare = 1 + (TRIES - 1) * len(places) * (1 + len(ROLES))  # the calm request, and aborts that came too late
-            tokens = spare * max(length, SHORTEST_BYSTANDER)
-            asks = (a for place in places for a in group_of(place, 0).values())
-            common.begin(bench, base, asks, spare=spare, spare_tokens=tokens)
-            if how == "call" and bench.capabilities.abort_path is None:
-                raise ValueError("this endpoint has no abort route; use how='disconnect'")
-            pace = _pace(bench, base, common.arm, rows)
-            for place in places:
-                for again in range(TRIES):
-                    group = group_of(place, again)
-                    for a in group.values():
-                        bench.remember(a)
-                    if bench.journal.get(group["victim"].trial_id, final=bench.replay) is None and not bench.replay:
-                        bench.run(interrupt(bench, group, pace, how))
-                    got = bench.ask(group.values())
-                    rows += got
-                    if got[0].get("aborted") != "too late":
-                        break
-                    pace /= 2  # it was measured in a slow moment: the answer was there before the abort
-        judged_rows = [r for r in rows if not r["label"].startswith("victim")]
-        details = _facts([r for r in rows if r["label"].startswith("victim")])
-        sentence, verdict = _describe(judged_rows, details)
-        return finish(
-            bench, judged_rows, sentence=sentence, verdict=verdict, table=_table(judged_rows), details=details
-        )
+        spare = 1 + (TRIES - 1) * len(places) * (1 + len(ROLES))  # the calm request, and aborts that came too late
+        asks = (a for place in places for a in group_of(place, 0).values())
+        common.begin(bench, base, asks, spare=spare, tokens=spare * max(length, SHORTEST_BYSTANDER))
+        if how == "call" and bench.capabilities.abort_path is None:
+            raise ValueError("this endpoint has no abort route; use how='disconnect'")
+        pace = _pace(bench, base, common.arm, rows)
+        for place in places:
+            for again in range(TRIES):
+                got = interrupted(bench, group_of(place, again), pace, how)
+                rows += got
+                if got[0].get("aborted") != "too late":
+                    break
+                pace /= 2  # it was measured in a slow moment: the answer was there before the abort
+    victims = [r for r in rows if r["label"].startswith("victim")]
+    rows = [r for r in rows if not r["label"].startswith("victim")]
+    details = _facts(victims)
+    return bench.result(rows, _describe(rows, details), _table(rows), details)
+
+
+def interrupted(bench: Bench, group: dict[str, Ask], pace: float, how: str = "disconnect") -> list[Row]:
+    """The rows of a victim and of those around it, from the journal or by interrupting now."""
+    for a in group.values():
+        bench.remember(a)
+    if not bench.holds(group["victim"]) and not bench.replay:
+        bench.run(interrupt(bench, group, pace, how))
+    return bench.ask(group.values())
 
 
 def ask_of(base: PromptSpec, arm: str, stage: str, role: str, i: int, r: int, how: str = "disconnect") -> Ask:

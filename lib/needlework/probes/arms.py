@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, Options, again_at_most, control_asks, finish, instrument, run_controls
+from .bench.bench import Bench, Common, Options, control_asks, instrument, run_controls
 from .bench.budget import check_trials
 from .bench.journal import Journal
 from .bench.prompts import PromptSpec
 from .bench.result import Result, discordant, hit, outcomes, share, surprising, tally
-from .bench.trial import Ask, Row, Target, resolve, with_seed
+from .bench.trial import Ask, Row, Target, with_seed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -71,21 +71,14 @@ def compare_arms(
         for i in range(aa_pairs)
     ]
     checks = {n: control_asks("arms", common.spec(lengths[0]), arm=n) if common.controls else [] for n in names}
-    recorded = resolve(arms[names[0]])[1]
-    journal = recorded.journal if recorded is not None else Journal(run)
-    first = common.bench("arms", arms[names[0]], None, arm=names[0], journal=journal, tolerance=tolerance)
-    second = common.bench("arms", arms[names[1]], None, arm=names[1], journal=journal, builder=first)
-    benches = dict(zip(names, (first, second), strict=True))
     failed = ""
     pairs: list[tuple[Row, ...]] = []
-    try:
-        first.note(
-            arms=names, lengths=list(lengths), depths=list(depths), repeats=repeats, seed=common.seed, cache=list(cache)
-        )
-        everything = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
-        with first.until_stopped():
-            again, tokens = again_at_most([*checks[names[0]], *checks[names[1]]])
-            first.plan([*checks[names[0]], *checks[names[1]], *everything], spare=again, spare_tokens=tokens)
+    with common.bench("arms", arms[names[0]], run, arm=names[0], tolerance=tolerance) as first:
+        shared = {"journal": first.journal, "builder": first}
+        with Bench(arms[names[1]], probe="arms", arm=names[1], **shared) as second:
+            benches = dict(zip(names, (first, second), strict=True))
+            asks = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
+            first.plan([*checks[names[0]], *checks[names[1]], *asks])
             for name in names:
                 judged = run_controls(benches[name], checks[name]) if checks[name] else None
                 if judged is not None and not judged.passed and not failed:
@@ -98,21 +91,15 @@ def compare_arms(
                 pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
                 if stop_early and discordant(pairs)["e_value"] >= 20:
                     break
-        if failed:
-            second.warn(failed)
-        details = {**discordant(pairs), "aa": _flips(journal, aa), "pairs": len(pairs), "budget": first.budget}
-        sentence, verdict = _describe(names, pairs, details, failed)
-        for spec_warning in _cache_proof([r for p in pairs for r in p]):
-            first.warn(spec_warning)
-        first.used |= second.used
-        first.warnings |= second.warnings
-        rows = [r for p in pairs for r in p]
-        return finish(first, rows, sentence=sentence, verdict=verdict, table=_table(names, pairs), details=details)
-    finally:
-        second.close()
-        first.close()
-        if recorded is None:
-            journal.close()
+    if failed:
+        first.warn(failed)
+    for sentence in _cache_proof([r for p in pairs for r in p]):
+        first.warn(sentence)
+    first.used |= second.used
+    first.warnings |= second.warnings
+    details = {**discordant(pairs), "aa": _flips(first.journal, aa), "pairs": len(pairs), "budget": first.budget}
+    said = _describe(names, pairs, details, failed)
+    return first.result([r for p in pairs for r in p], said, _table(names, pairs), details)
 
 
 def _flips(journal: Journal, aa: list[list[Ask]]) -> tuple[int, int]:

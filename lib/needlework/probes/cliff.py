@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -13,7 +13,7 @@ import numpy as np
 
 from needlework.analysis.cliff import Cliff, CliffSearch, Constant, EdgeWalk, constants_in
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.prompts import digest
 from .bench.result import Result, hit, outcomes, share, surprising
@@ -83,11 +83,8 @@ def find_cliff(
     rows: list[Row] = []
     walked = None
     with common.bench("cliff", endpoint, run, thinking=thinking) as bench:
-        bench.note(
-            low=low, high=high, depth=depth, seed=seed, tolerance=tolerance, batch=batch, config=dict(config or {})
-        )
 
-        def send(lengths: list[int], label: str) -> list[Row]:
+        def send(lengths: list[int], label: str, planner: CliffSearch | EdgeWalk = search) -> list[Row]:
             asks = []
             for n in lengths:  # fresh text each time: the count of earlier asks at this length goes into the seed
                 asked[n] = asked.get(n, 0) + 1
@@ -100,54 +97,43 @@ def find_cliff(
                 asks.append(Ask("cliff", spec, arm=common.arm, repeat=asked[n], label=label, max_tokens=max_tokens))
             got = bench.ask(asks, concurrency=batch)
             rows.extend(got)
+            planner.update(lengths, [hit(r) for r in got])
             return got
 
-        def feed(planner: CliffSearch | EdgeWalk, lengths: list[int], got: list[Row]) -> None:
-            planner.update(lengths, [hit(r) for r in got])
-
-        with bench.until_stopped():
-            ladder = _ladder(int(low), int(high))
-            # nobody knows where the search will go: the budget is that of a cliff at three quarters of the range
-            usual, most = min(USUAL, max_requests), max_requests + batch - 1 + 2 * CONFIRM + (WALK if walk else 0)
-            tokens = sum(ladder) + max(0, most - len(ladder)) * (3 * int(high) + int(low)) // 4
-            if common.begin(bench, common.spec(low), more=usual, spare=most - usual, spare_tokens=tokens):
-                feed(search, ladder, send(ladder, "ladder"))
-                while not search.done:
-                    lengths = search.propose(batch)
-                    feed(search, lengths, send(lengths, "search"))
+        ladder = _ladder(int(low), int(high))
+        # nobody knows where the search will go: the budget is that of a cliff at three quarters of the range
+        usual, most = min(USUAL, max_requests), max_requests + batch - 1 + 2 * CONFIRM + (WALK if walk else 0)
+        tokens = sum(ladder) + max(0, most - len(ladder)) * (3 * int(high) + int(low)) // 4
+        if common.begin(bench, common.spec(low), more=usual, spare=most - usual, tokens=tokens):
+            send(ladder, "ladder")
+            while not search.done:
+                send(search.propose(batch), "search")
+            if search.result().state == "no cliff":  # a hole between two rungs is no healthy ground
+                send(_between([r["target_tokens"] for r in rows], seed), "between")
+            found = search.result()
+            if found.state == "cliff":
+                below, above = _beside(found, int(low), int(high))
+                send([below] * CONFIRM + [above] * CONFIRM, "confirm")
                 found = search.result()
-                if found.state == "no cliff":  # a hole between two rungs is no healthy ground
-                    gaps = _between([r["target_tokens"] for r in rows], seed)
-                    feed(search, gaps, send(gaps, "between"))
-                    found = search.result()
-                if found.state == "cliff":
-                    below, above = _beside(found, int(low), int(high))
-                    sides = send([below] * CONFIRM + [above] * CONFIRM, "confirm")
-                    feed(search, [below] * CONFIRM + [above] * CONFIRM, sides)
-                    found = search.result()
-                    exact = bench.capabilities.tokenize != "usage"
-                    if walk and exact and found.state == "cliff" and _is_step(found) and not _other_law(rows):
-                        walked = _walk(found, feed, send)
-        found = search.result()
-        edge = walked.edge if walked is not None and walked.state == "edge" else None
-        place = _place(rows, edge) if edge is not None and from_end is not None else None
-        interval = (edge, edge + 1) if edge is not None else found.interval
-        constants = tuple(constants_in(interval, config)) if found.state == "cliff" else ()
-        if place is not None:  # the value covers some tokens from its place on, and keys are made of groups of tokens
-            width = len(rows[-1]["expected"] or "") + int(np.max((config or {}).get("ratio", 1)))
-            near = constants_in((place, place + width), config)
-            constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
-        where = (
-            f"{from_end:,} tokens before the question"
-            if from_end
-            else f"at depth {DEPTH if depth is None else depth:g}"
-        )
-        sentence, verdict = _describe(found, edge, place, constants, rows, where)
-        details = {"walk": walked, "place": place, "budget": bench.budget}
-        done = finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_table(found, edge, constants), details=details
-        )
-        return CliffResult(**vars(done), cliff=found, edge=edge, constants=constants)
+                exact = bench.capabilities.tokenize != "usage"
+                if walk and exact and found.state == "cliff" and _is_step(found) and not _other_law(rows):
+                    walked = _walk(found, send)
+    found = search.result()
+    edge = walked.edge if walked is not None and walked.state == "edge" else None
+    place = _place(rows, edge) if edge is not None and from_end is not None else None
+    interval = (edge, edge + 1) if edge is not None else found.interval
+    constants = tuple(constants_in(interval, config)) if found.state == "cliff" else ()
+    if place is not None:  # the value covers some tokens from its place on, and keys are made of groups of tokens
+        width = len(rows[-1]["expected"] or "") + int(np.max((config or {}).get("ratio", 1)))
+        near = constants_in((place, place + width), config)
+        constants = (*(c._replace(formula=f"place of the value, {c.formula}") for c in near), *constants)
+    where = (
+        f"{from_end:,} tokens before the question" if from_end else f"at depth {DEPTH if depth is None else depth:g}"
+    )
+    said = _describe(found, edge, place, constants, rows, where)
+    details = {"walk": walked, "place": place, "budget": bench.budget}
+    done = bench.result(rows, said, _table(found, edge, constants), details)
+    return CliffResult(**vars(done), cliff=found, edge=edge, constants=constants)
 
 
 def _ladder(low: int, high: int) -> list[int]:
@@ -195,7 +181,7 @@ def _is_step(found: Cliff) -> bool:
     )
 
 
-def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
+def _walk(found: Cliff, send: Callable[..., Any]) -> EdgeWalk:
     """Noisy bisection over single tokens, in a bracket a little wider than the search's; where the edge lies beyond
     its end (in the search the needle stood between whole records, some tokens off), once more beyond that end.
     """
@@ -205,8 +191,7 @@ def _walk(found: Cliff, feed: Any, send: Any) -> EdgeWalk:
     walk = EdgeWalk(max(found.low, low), min(found.high, high), **shape, limit=WALK)
     for _ in range(2):
         while not walk.done:
-            lengths = walk.propose()
-            feed(walk, lengths, send(lengths, "walk"))
+            send(walk.propose(), "walk", walk)
         wide = 2 * (walk.high - walk.low)
         beyond = {"below range": (walk.low - wide, walk.low + 1), "above range": (walk.high - 1, walk.high + wide)}
         if walk.state not in beyond or walk.requests >= WALK:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from needlework.serving import Endpoint
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.prompts import Messages, Prompt
 from .bench.result import Result, outcomes, share, surprising, tally
@@ -59,15 +59,12 @@ def coherence(
     written: list[Row] = []
     rows: list[Row] = []
     with common.bench("coherence", endpoint, run) as bench:
-        bench.note(lengths=list(lengths), repeats=repeats, max_tokens=max_tokens, seed=common.seed)
-        with bench.until_stopped():
-            bench.plan([*texts, *facts])
-            for text, fact in zip(texts, facts, strict=True):
-                rows += bench.ask([fact])  # first: asked second, its prompt would share a cached prefix
-                written += bench.ask([text], prepare=_free_text, graded=False)
-        table = _coherence_table(written, rows)
-        sentence, verdict = _describe(table, written, rows)
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=table)
+        bench.plan([*texts, *facts])
+        for text, fact in zip(texts, facts, strict=True):
+            rows += bench.ask([fact])  # first: asked second, its prompt would share a cached prefix
+            written += bench.ask([text], prepare=_free_text, graded=False)
+    table = _coherence_table(written, rows)
+    return bench.result(rows, _describe(table, written, rows), table)
 
 
 async def _free_text(ask: Ask, prompt: Prompt, endpoint: Endpoint) -> tuple[Messages, dict[str, Any]]:

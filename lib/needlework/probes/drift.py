@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result, hit, outcomes, tally
 from .bench.trial import Ask, Row, Target, with_seed
@@ -44,23 +44,16 @@ def drift(
     asks = [Ask("drift", s, arm=common.arm, ordinal=i * (between + 1)) for i, s in enumerate(specs)]
     rows: list[Row] = []
     with common.bench("drift", endpoint, run) as bench:
-        bench.note(canaries=canaries, between=between, length=length, seed=common.seed)
-        with bench.until_stopped():
-            common.begin(bench, specs[0], [*asks, *(a for f in fills for a in f)])
-            for a, fill in zip(asks, fills, strict=True):
-                rows += bench.ask([a])
-                if fill:
-                    bench.ask(fill, concurrency=4)
-        found = judge([hit(r) for r in rows])
-        if not outcomes(rows)[1]:
-            sentence, verdict = "Nothing was measured.", "not proven"
-        else:
-            text = str(found)
-            sentence = f"{text[0].upper()}{text[1:]}; one canary in {between + 1} requests."
-            verdict = "finding" if found.alarm is not None else "healthy"
-        return finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_drift_table(rows), details={"drift": found}
-        )
+        common.begin(bench, specs[0], [*asks, *(a for f in fills for a in f)])
+        for a, fill in zip(asks, fills, strict=True):
+            rows += bench.ask([a])
+            bench.ask(fill, concurrency=4)
+    found = judge([hit(r) for r in rows])
+    said = "Nothing was measured.", "not proven"
+    if outcomes(rows)[1]:
+        text = f"{str(found)[0].upper()}{str(found)[1:]}; one canary in {between + 1} requests."
+        said = text, "finding" if found.alarm is not None else "healthy"
+    return bench.result(rows, said, _drift_table(rows), {"drift": found})
 
 
 def _drift_table(rows: list[Row], blocks: int = 6) -> pd.DataFrame:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result, discordant, foreign, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
@@ -40,22 +40,19 @@ def echo(
     alone = [Ask("echo", s, arm=common.arm, concurrency=1, send=1, label="alone") for s in specs]
     pairs: list[tuple[Row, Row]] = []
     with common.bench("echo", endpoint, run) as bench:
-        bench.note(concurrency=concurrency, trials=trials, lengths=list(lengths), seed=common.seed)
-        with bench.until_stopped():
-            common.begin(bench, common.spec(lengths[0]), [*crowd, *alone])
-            for a in crowd:
-                bench.remember(a)
-            for block, start in enumerate(range(0, trials, concurrency)):
-                part = slice(start, start + concurrency)
-                if block % 2 == 0:
-                    many, single = bench.ask(crowd[part], concurrency=concurrency), bench.ask(alone[part])
-                else:
-                    single, many = bench.ask(alone[part]), bench.ask(crowd[part], concurrency=concurrency)
-                pairs += list(zip(single, many, strict=True))
-        details = discordant(pairs) | {"foreign": foreign([r for p in pairs for r in p])} | {"concurrency": concurrency}
-        sentence, verdict = _describe_echo(pairs, details)
-        rows = [r for p in pairs for r in p]
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_echo_table(pairs), details=details)
+        common.begin(bench, common.spec(lengths[0]), [*crowd, *alone])
+        for a in crowd:
+            bench.remember(a)
+        for block, start in enumerate(range(0, trials, concurrency)):
+            part = slice(start, start + concurrency)
+            if block % 2 == 0:
+                many, single = bench.ask(crowd[part], concurrency=concurrency), bench.ask(alone[part])
+            else:
+                single, many = bench.ask(alone[part]), bench.ask(crowd[part], concurrency=concurrency)
+            pairs += list(zip(single, many, strict=True))
+    rows = [r for p in pairs for r in p]
+    details = discordant(pairs) | {"foreign": foreign(rows), "concurrency": concurrency}
+    return bench.result(rows, _describe_echo(pairs, details), _echo_table(pairs), details)
 
 
 def _describe_echo(pairs: list[tuple[Row, Row]], details: dict[str, Any]) -> tuple[str, str]:

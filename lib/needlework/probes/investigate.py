@@ -7,8 +7,6 @@ they are sent. All that was decided stands in the journal's plan: a stopped run 
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,13 +14,13 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from .abort import ROLES, interrupt
+from .abort import ROLES, interrupted
 from .bench.bench import Bench
 from .bench.budget import Budget, Limits
 from .bench.journal import Journal
 from .bench.trial import Confirm, Row, Stopped, Target, resolve
 from .screen import KINDS, Space, Step, again, candidates, screen, space_for, step
-from .turns import continued, resent
+from .turns import told_and_resent
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -493,17 +491,9 @@ class Hands:
             waves = one.waves(self.space, arm)
             if one.kind == "abort":
                 group = dict(zip(("victim", *ROLES), waves[0], strict=True))
-                for a in waves[0]:
-                    bench.remember(a)
-                if not bench.holds(group["victim"]):
-                    bench.run(
-                        interrupt(bench, group, self._seconds(Step("plain", 0, ("",), one.prompts)), "disconnect")
-                    )
-                rows += bench.ask(waves[0])
+                rows += interrupted(bench, group, self._seconds(Step("plain", 0, ("",), one.prompts)))
             elif one.kind == "turn":
-                (first,), (second,) = waves
-                (told,) = bench.ask([first], prepare=functools.partial(continued, bench.count))
-                rows += [told, *bench.ask([second], prepare=resent(json.loads(told.get("history") or "[]")))]
+                rows += told_and_resent(bench, *(a for wave in waves for a in wave))
             else:
                 for wave in waves:
                     rows += bench.ask(wave, concurrency=len(wave))

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result
 from .bench.trial import Ask, Row, Target, with_seed
@@ -35,17 +35,13 @@ def pool(
     asks = [Ask("pool", spec, arm=common.arm, cache="unknown", send=i) for i in range(sends)]
     rows: list[Row] = []
     with common.bench("pool", endpoint, run) as bench:
-        bench.note(sends=sends, length=length, seed=common.seed)
-        with bench.until_stopped():
-            bench.plan(asks)
-            rows = bench.ask(asks, concurrency=min(4, sends))
-        answered = [r for r in rows if r["outcome"] != "transport"]
-        marks = Counter((r.get("fingerprint"), r.get("worker"), r.get("prompt_tokens")) for r in answered)
-        texts = Counter(r.get("answer") for r in answered)
-        sentence, verdict = _describe_pool(marks, texts, len(answered))
-        return finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_pool_table(marks), details={"texts": len(texts)}
-        )
+        bench.plan(asks)
+        rows = bench.ask(asks, concurrency=min(4, sends))
+    answered = [r for r in rows if r["outcome"] != "transport"]
+    marks = Counter((r.get("fingerprint"), r.get("worker"), r.get("prompt_tokens")) for r in answered)
+    texts = Counter(r.get("answer") for r in answered)
+    said = _describe_pool(marks, texts, len(answered))
+    return bench.result(rows, said, _pool_table(marks), {"texts": len(texts)})
 
 
 def _describe_pool(marks: Counter, texts: Counter, answered: int) -> tuple[str, str]:

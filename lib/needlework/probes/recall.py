@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
@@ -62,15 +62,11 @@ def recall(
         for r in range(repeats)
     ]
     with common.bench(probe, endpoint, run, tolerance=tolerance, thinking=thinking) as bench:
-        bench.note(lengths=list(lengths), depths=list(depths), repeats=repeats, genre=common.genre,
-                   needle=common.needle, seed=common.seed, concurrency=concurrency)  # fmt: skip
-        with bench.until_stopped():
-            common.begin(bench, common.spec(lengths[0], **more), asks)
-            bench.ask(_shuffled(asks, common.seed), concurrency=concurrency)
-        rows = [bench.journal.rows[a.trial_id] for a in asks if a.trial_id in bench.journal.rows]
-        sentence, verdict = describe(rows)
-        details = {"cells": by_length(rows, "depth"), "budget": bench.budget}
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=by_length(rows), details=details)
+        common.begin(bench, common.spec(lengths[0], **more), asks)
+        bench.ask(_shuffled(asks, common.seed), concurrency=concurrency)
+    rows = [bench.journal.rows[a.trial_id] for a in asks if a.trial_id in bench.journal.rows]
+    details = {"cells": by_length(rows, "depth"), "budget": bench.budget}
+    return bench.result(rows, describe(rows), by_length(rows), details)
 
 
 def depth_profile(

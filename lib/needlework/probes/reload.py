@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
@@ -51,19 +51,13 @@ def reload(
     )
     rows: list[Row] = []
     with common.bench("reload", endpoint, run) as bench:
-        bench.note(fill_tokens=fill_tokens, prompts=prompts, length=length, seed=common.seed)
-        with bench.until_stopped():
-            bench.plan([*first, *device, *fills, *back])
-            for cold, again in zip(first, device, strict=True):
-                rows += bench.ask([cold, again])
-            for part in (fills, back):
-                rows += bench.ask(part)
-        held = [r for r in rows if r["label"] == "device" and r["cached_tokens"]]
-        came = [r for r in rows if r["label"] == "reload" and r["cached_tokens"]]
-        sentence, verdict = _describe(held, came)
-        return finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_table(rows), details={"reloaded": len(came)}
-        )
+        bench.plan([*first, *device, *fills, *back])
+        for cold, again in zip(first, device, strict=True):
+            rows += bench.ask([cold, again])
+        for part in (fills, back):
+            rows += bench.ask(part)
+    held, came = ([r for r in rows if r["label"] == label and r["cached_tokens"]] for label in ("device", "reload"))
+    return bench.result(rows, _describe(held, came), _table(rows), {"reloaded": len(came)})
 
 
 def _table(rows: list[Row]) -> pd.DataFrame:

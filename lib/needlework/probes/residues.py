@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from needlework.analysis.comb import Comb, ResidueScan
 
-from .bench.bench import Bench, Common, Options, finish, instrument
+from .bench.bench import Bench, Common, Options, instrument
 from .bench.prompts import PromptSpec
 from .bench.result import Result, hit, share
 from .bench.trial import Ask, Row, Target, with_seed
@@ -60,24 +60,15 @@ def scan_residues(
     rows: list[Row] = []
     combs: dict[tuple[str, str], Comb] = {}
     with common.bench("residues", endpoint, run) as bench:
-        bench.note(
-            start=start, period=period, anchors=list(anchors), cache=list(cache), distance=distance, seed=common.seed
-        )
-        with bench.until_stopped():
-            fresh = (
-                3 * ResidueScan.LIMIT + period // 4
-            )  # lengths to ask classes again that missed: some true, some stray
-            usual, spare = len(anchors) * len(cache) * period, len(anchors) * fresh * (3 if "warm" in cache else 1)
-            longest = start + (2 + ResidueScan.LIMIT) * period  # of a suspect of the full period, at its last length
-            if common.begin(bench, base, more=usual, more_tokens=usual * (start + period),
-                            spare=spare, spare_tokens=spare * longest, exact=True):  # fmt: skip
-                for anchor in anchors:
-                    combs |= _scan(bench, base, anchor, cache, period, distance, batch, max_tokens, rows)
-        sentence, verdict = _describe(combs, rows)
-        done = finish(
-            bench, rows, sentence=sentence, verdict=verdict, table=_table(combs), details={"budget": bench.budget}
-        )
-        return ResidueResult(**vars(done), combs=combs)
+        fresh = 3 * ResidueScan.LIMIT + period // 4  # lengths to ask classes again that missed: some true, some stray
+        usual, spare = len(anchors) * len(cache) * period, len(anchors) * fresh * (3 if "warm" in cache else 1)
+        longest = start + (2 + ResidueScan.LIMIT) * period  # of a suspect of the full period, at its last length
+        tokens = usual * (start + period) + spare * longest
+        if common.begin(bench, base, more=usual, spare=spare, tokens=tokens, exact=True):
+            for anchor in anchors:
+                combs |= _scan(bench, base, anchor, cache, period, distance, batch, max_tokens, rows)
+    done = bench.result(rows, _describe(combs, rows), _table(combs), {"budget": bench.budget})
+    return ResidueResult(**vars(done), combs=combs)
 
 
 def _scan(
@@ -136,18 +127,9 @@ def _describe(combs: dict[tuple[str, str], Comb], rows: list[Row]) -> tuple[str,
 def _table(combs: dict[tuple[str, str], Comb]) -> Any:
     import pandas as pd
 
-    return pd.DataFrame(
-        [
-            {
-                "needle from": anchor,
-                "cache": state,
-                "state": c.state,
-                "period": c.period,
-                "residues": ", ".join(map(str, c.residues[:8])),
-                "p_value": c.p_value,
-                "requests": c.requests,
-            }
-            for (anchor, state), c in combs.items()
-        ],
-        columns=["needle from", "cache", "state", "period", "residues", "p_value", "requests"],
-    )
+    columns = ["needle from", "cache", "state", "period", "residues", "p_value", "requests"]
+    entries = [
+        (*key, c.state, c.period, ", ".join(map(str, c.residues[:8])), c.p_value, c.requests)
+        for key, c in combs.items()
+    ]
+    return pd.DataFrame(entries, columns=columns)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from needlework.serving import Endpoint, TransportError
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Bench, Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.prompts import Messages, Prompt
 from .bench.result import Result, least_cached, outcomes, share, surprising, tally
@@ -75,23 +75,20 @@ def turns(
         for r in range(repeats)
     ]
     rows: list[Row] = []
+    asks = [a for pair in pairs for a in pair]
     with common.bench("turns", endpoint, run) as bench:
-        bench.note(shapes=list(shapes), length=length, depth=depth, repeats=repeats, seed=common.seed)
-        with bench.until_stopped():
-            asks = [a for pair in pairs for a in pair]
-            earlier = sum(first.turn - 1 for first, _ in pairs if not bench.holds(first))  # turns before the question
-            tokens = earlier * (length + TALK_TOKENS) + len(asks) * REPLY_TOKENS
-            common.begin(bench, common.spec(length), asks, spare=earlier, spare_tokens=tokens)
-            for first, second in pairs:
-                (told,) = bench.ask([first], prepare=functools.partial(continued, bench.count))
-                rows.append(told)
-                history = json.loads(told.get("history") or "[]")
-                rows += bench.ask([second], prepare=resent(history))
-        by: dict[str, list[Row]] = {}
-        for row in rows:
-            by.setdefault(row["label"], []).append(row)
-        sentence, verdict = _describe(by)
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(by))
+        earlier = sum(first.turn - 1 for first, _ in pairs if not bench.holds(first))  # turns before the question
+        tokens = earlier * (length + TALK_TOKENS) + len(asks) * REPLY_TOKENS
+        common.begin(bench, common.spec(length), asks, spare=earlier, tokens=tokens)
+        for pair in pairs:
+            rows += told_and_resent(bench, *pair)
+    return bench.result(rows, _describe(rows), _table(rows))
+
+
+def told_and_resent(bench: Bench, first: Ask, second: Ask) -> list[Row]:
+    """A conversation that is continued, then the same messages as one cold request."""
+    (told,) = bench.ask([first], prepare=functools.partial(continued, bench.count))
+    return [told, *bench.ask([second], prepare=resent(json.loads(told.get("history") or "[]")))]
 
 
 async def continued(
@@ -166,14 +163,13 @@ async def _cut_off(endpoint: Endpoint, messages: Messages) -> str:
     return "<!DOCTYPE html>"
 
 
-def _table(by: dict[str, list[Row]]) -> pd.DataFrame:
+def _table(rows: list[Row]) -> pd.DataFrame:
     names = {"shape": lambda row: row["label"].split("/")[0], "mode": lambda row: row["label"].split("/")[1]}
-    return tally([r for rows in by.values() for r in rows], names, {"cached_tokens": least_cached}, ordered=False)
+    return tally(rows, names, {"cached_tokens": least_cached}, ordered=False)
 
 
-def _describe(by: dict[str, list[Row]]) -> tuple[str, str]:
-    kept = [r for label, rows in by.items() if label.endswith("/continue") for r in rows]
-    sent = [r for label, rows in by.items() if label.endswith("/resend") for r in rows]
+def _describe(rows: list[Row]) -> tuple[str, str]:
+    kept, sent = ([r for r in rows if r["label"].endswith("/" + mode)] for mode in MODES)
     if not outcomes(kept)[1]:
         return "Nothing was measured.", "not proven"
     text = f"Follow-up turns remember the first turn in {share(kept)}; the same messages re-sent cold in {share(sent)}."

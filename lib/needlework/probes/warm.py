@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from .bench.bench import Common, Options, finish, instrument
+from .bench.bench import Common, Options, instrument
 from .bench.budget import check_trials
 from .bench.result import Result, discordant, least_cached, outcomes, share, surprising, tally
 from .bench.trial import Ask, Row, Target, with_seed
@@ -44,17 +44,14 @@ def warm_cold(
     ]
     pairs: list[tuple[Row, Row]] = []
     with common.bench("warm_cold", endpoint, run) as bench:
-        bench.note(lengths=list(lengths), repeats=repeats, warm_sends=warm_sends, depth=depth, seed=common.seed)
-        with bench.until_stopped():
-            common.begin(bench, common.spec(lengths[0]), (a for group in asks for a in group))
-            for group in asks:
-                cold, *warm = bench.ask(group)
-                pairs += [(cold, w) for w in warm]
-        proved = [(c, w) for c, w in pairs if c["cache"] == "cold" and w["cache"] == "warm"]
-        details = discordant(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
-        sentence, verdict = _describe(pairs, proved, details)
-        rows = [r for pair in pairs for r in pair]
-        return finish(bench, rows, sentence=sentence, verdict=verdict, table=_table(pairs), details=details)
+        common.begin(bench, common.spec(lengths[0]), (a for group in asks for a in group))
+        for group in asks:
+            cold, *warm = bench.ask(group)
+            pairs += [(cold, w) for w in warm]
+    proved = [(c, w) for c, w in pairs if c["cache"] == "cold" and w["cache"] == "warm"]
+    details = discordant(proved) | {"proved": len(proved), "pairs": len(pairs), "page": page_of(proved)}
+    rows = [r for pair in pairs for r in pair]
+    return bench.result(rows, _describe(pairs, proved, details), _table(pairs), details)
 
 
 def page_of(pairs: Sequence[tuple[Row, Row]]) -> int | None:

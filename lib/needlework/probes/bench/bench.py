@@ -14,8 +14,8 @@ import inspect
 import platform
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 MAX_CONSECUTIVE_FAILURES = 8
 FEWER = {"refused": 3, "timeout": 3}  # in a row, of failures after which waiting for more is no use
-CALIBRATION = (256, 1024)  # tokens of two prompts from whose usage lengths are learned where nothing counts them
+LEARNED_FROM = (256, 1024)  # tokens of two prompts from whose usage lengths are learned where nothing counts them
+CALIBRATION = Budget(len(LEARNED_FROM), 2 * sum(LEARNED_FROM))
 AHEAD = 64  # prompts whose lines are counted together
 SLACK_TOKENS = 16  # a request: a first line that makes a text new, another question than the one it was built with
 SLACK_SHARE = 1.15  # lengths that are estimated until the server has counted them
@@ -87,7 +88,7 @@ class Bench:
         self.limits, self.confirm = limits or Limits(), confirm
         self.meter: Meter = builder.meter if builder is not None else Meter(self.limits)  # one for both arms
         self.budget: Budget | None = None
-        self._plan: Any = None  # (asks, more, spare, tokens of these) that were announced
+        self._plan: Any = None  # (asks, more, spare, tokens of the last two) that were announced
         self._announced = False
         self._name = f"{probe}{'/' + arm if arm else ''}"
         self.sent = self.planned = 0
@@ -120,31 +121,29 @@ class Bench:
         if not self.replay:
             self.journal.note(parameters={self._name: parameters})
 
-    def plan(
-        self, asks: Iterable[Ask], more: int = 0, more_tokens: int = 0, *, spare: int = 0, spare_tokens: int = 0
-    ) -> Budget:
-        """Announce the budget: `asks` known now, `more` usual later ones and `spare` ones that a bad course may need.
-        From then on nothing is sent beyond it, to this endpoint or to those of benches that build with this one.
+    def plan(self, asks: Iterable[Ask], more: int = 0, *, spare: int = 0, tokens: int = 0) -> Budget:
+        """Announce the budget: `asks` known now, `more` usual later ones and `spare` ones that a bad course may need,
+        of `tokens` in all. Controls count twice, as they are asked again where the line failed. From then on nothing is
+        sent beyond it, to this endpoint or to those of benches that build with this one.
 
         It is confirmed before the first request, so that a run which holds everything asks nothing. Raises ValueError
         when it passes the limit on money.
         """
-        self._plan = (list(asks), more, spare, more_tokens + spare_tokens)
-        self.planned = len(self._plan[0]) + more
+        asks = list(asks)
+        checks = [a.prompt.target_tokens for a in asks if a.prompt.control]
+        self._plan = (asks, more, spare + len(checks), tokens + sum(checks))
+        self.planned = len(asks) + more
         self.budget = self._with_discovery(self._left())
         self.budget.check(self.limits)
         return self.budget
 
     def _with_discovery(self, trials: Budget) -> Budget:
-        """The budget with what is sent beside trials: finding out what the endpoints can do, and calibration."""
-        requests, tokens = trials.requests, trials.prompt_tokens
-        for bench in (self, *self._followers) if requests else ():
-            if bench.endpoint is not None and bench.endpoint.capabilities is None:
-                requests, tokens = requests + DISCOVERY_REQUESTS, tokens + DISCOVERY_TOKENS
-            if not bench._ready:
-                requests, tokens = requests + len(CALIBRATION), tokens + 2 * sum(CALIBRATION)
-        expected = None if trials.expected is None else trials.expected + requests - trials.requests
-        return Budget(requests, tokens, self.limits.cost_of(tokens), expected)
+        """The budget with what is sent beside trials: finding out what the endpoints can do."""
+        benches = (self, *self._followers) if trials.requests else ()
+        unknown = sum(b.endpoint is not None and b.endpoint.capabilities is None for b in benches)
+        beside, tokens = unknown * DISCOVERY_REQUESTS, trials.prompt_tokens + unknown * DISCOVERY_TOKENS
+        expected = None if trials.expected is None else trials.expected + beside
+        return Budget(trials.requests + beside, tokens, self.limits.cost_of(tokens), expected)
 
     def _left(self) -> Budget:
         """What the plan may still send: without trials that the journal holds."""
@@ -158,10 +157,13 @@ class Bench:
             return Budget(0, 0, self.limits.cost_of(0))
         tokens = max(0, tokens - sum(r["target_tokens"] for r in extra)) if open_ else 0
         tokens += sum(a.prompt.target_tokens for a in todo) + SLACK_TOKENS * requests
-        found = self.endpoint.capabilities if self.endpoint is not None else None
-        if found is None or found.tokenize == "usage":
-            tokens = round(tokens * SLACK_SHARE)  # lengths are estimates here
         expected = len(todo) + max(0, more - len(extra))
+        found = self.endpoint.capabilities if self.endpoint is not None else None
+        if found is None or found.tokenize == "usage":  # lengths are estimates here
+            tokens = round(tokens * SLACK_SHARE)
+            if not self._ready:
+                requests, expected = requests + CALIBRATION.requests, expected + CALIBRATION.requests
+                tokens += CALIBRATION.prompt_tokens
         return Budget(requests, tokens, self.limits.cost_of(tokens), expected)
 
     def _announce(self) -> None:
@@ -204,14 +206,6 @@ class Bench:
         """Values of this prompt are known from now on: met in another answer, they are foreign content."""
         self._values.update(dict.fromkeys((f.value for f in facts_of(ask.prompt)[0] if f.value), ask.trial_id))
 
-    @contextlib.contextmanager
-    def until_stopped(self) -> Iterator[None]:
-        """The requests of an instrument: what ends them early is kept in `stopped`; what was measured is judged."""
-        try:
-            yield
-        except Stopped as reason:
-            self.stopped = str(reason)
-
     async def build(self, ask: Ask) -> Prompt:
         """The prompt of an ask, built now if it was not."""
         await self._leader._prepare()
@@ -233,11 +227,36 @@ class Bench:
         """This instrument's trials so far."""
         return self.journal.frame(list(self.used))
 
+    def result(
+        self, rows: list[Row], said: tuple[str, str], table: pd.DataFrame, details: dict[str, Any] | None = None
+    ) -> Result:
+        """The result, with this bench's trials, warnings and why it stopped. said: sentence and verdict of `rows`,
+        which failed controls overrule, and so do rows that measured nothing.
+        """
+        sentence, verdict = said
+        if self.judged is not None and not self.judged.passed:
+            sentence, verdict = self.judged.sentence, "harness"
+        if lost := unmeasured(rows):
+            self.warn(lost)
+            measured = outcomes(rows)[1]
+            if verdict == "healthy" and surprising(measured, len(rows)):
+                sentence, verdict = f"{sentence} But {lost}", "not proven"
+        trials = self.trials()
+        control = trials["probe"] == "control"
+        kept, controls = (trials[part].reset_index(drop=True) for part in (~control, control))
+        return Result(
+            self.probe, sentence, verdict, kept, table, tuple(self.warnings), self.stopped, details or {}, controls
+        )
+
     def warn(self, sentence: str) -> None:
         self.warnings.setdefault(sentence)
 
-    def check_retries(self) -> None:
-        """A gateway that retries turns failures into late successes: say so when its counter has moved."""
+    def ended(self) -> None:
+        """The instrument came to its end, or stopped: say so in the journal, and whether a gateway's counter of retries
+        has moved, which turn failures into late successes.
+        """
+        if not self.replay and self._announced:
+            self.journal.note(state={self._name: self.stopped or WHOLE})
         if self._retries is None or self.endpoint is None:
             return
         now = run_coroutine(gauges.read(self.endpoint))["router_retries"]
@@ -291,10 +310,19 @@ class Bench:
         self._ready = True
         self._retries = (await gauges.read(self.endpoint))["router_retries"]
         window = found.max_model_len
-        if found.tokenize == "usage":
-            for size in [n for n in CALIBRATION if window is None or n + 64 < window]:
-                self.meter.grant(1, 2 * size)
-                await self.trial(Ask("calibration", PromptSpec(size, seed=987), arm=self.arm))
+        if found.tokenize == "usage" and self._leader is self:
+            for size in [n for n in LEARNED_FROM if window is None or n + 64 < window]:
+                asked = Ask("calibration", PromptSpec(size, seed=987), arm=self.arm)
+                if self.holds(asked):
+                    self._learn(await self.build(asked), self.journal.rows[asked.trial_id]["prompt_tokens"])
+                else:
+                    await self._one(asked)
+
+    def _learn(self, prompt: Prompt, realised: int | None) -> None:
+        """Take the server's own count of a prompt whose length was an estimate."""
+        assert self._leader._own_builder is not None
+        if realised is not None and not prompt.exact:
+            self._leader._own_builder.learn(prompt, realised)
 
     async def _send_all(self, asks: list[Ask], concurrency: int, prepare: Prepare | None) -> None:
         await self._prepare()
@@ -328,7 +356,7 @@ class Bench:
     async def _one(self, a: Ask, prepare: Prepare | None = None, crowd: int = 1) -> Row:
         """Build and send an ask, one of `crowd` in flight, grade the answer, write the row, and return it."""
         prompt = await self.build(a)
-        assert self.endpoint is not None and self._own_builder is not None
+        assert self.endpoint is not None
         rows.check_window(a, prompt, self.endpoint.capabilities.max_model_len)
         self.count(prompt.counted_tokens)
         row = self.row(a, prompt)
@@ -353,8 +381,7 @@ class Bench:
                 self._failures, self._alive = 0, self._alive + 1  # it is these prompts that it refuses
             return row
         self._failures = 0
-        if row["prompt_tokens"] is not None and not prompt.exact:  # then it is the server's own count
-            self._own_builder.learn(prompt, row["prompt_tokens"])
+        self._learn(prompt, row["prompt_tokens"])
         if row.get("length_note"):
             self.warn(LENGTH_WARNING)
         return row
@@ -400,36 +427,6 @@ class Bench:
             )
 
 
-def reached(rows: list[Row]) -> tuple[int, int]:
-    """(trials that measured something, trials)."""
-    from needlework.analysis.trials import NO_MEASUREMENT
-
-    return sum(r["outcome"] not in NO_MEASUREMENT for r in rows), len(rows)
-
-
-def finish(bench: Bench, rows: list[Row], **fields: Any) -> Result:
-    """The result of a bench: adds its trials, its warnings and why it stopped; failed controls overrule the verdict."""
-    bench.check_retries()
-    if not bench.replay and bench._announced:
-        bench.journal.note(state={bench._name: bench.stopped or WHOLE})
-    if bench.judged is not None and not bench.judged.passed:
-        fields |= {"sentence": bench.judged.sentence, "verdict": "harness"}
-    if lost := unmeasured(rows):
-        bench.warn(lost)
-        if fields["verdict"] == "healthy" and surprising(*reached(rows)):
-            fields |= {"sentence": f"{fields['sentence']} But {lost}", "verdict": "not proven"}
-    trials = bench.trials()
-    control = trials["probe"] == "control"
-    return Result(
-        probe=bench.probe,
-        trials=trials[~control].reset_index(drop=True),
-        controls=trials[control].reset_index(drop=True),
-        warnings=tuple(bench.warnings),
-        stopped=bench.stopped,
-        **fields,
-    )
-
-
 SHORT_TOKENS = 256
 
 
@@ -461,11 +458,6 @@ def control_asks(probe: str, base: PromptSpec, *, arm: str = "", concurrency: in
     ]
     seeded = [replace(s, seed=int(digest(["control", i, base.seed], 7), 16)) for i, s in enumerate(specs)]
     return [Ask(probe, s, arm=arm, concurrency=concurrency, label="control") for s in seeded]
-
-
-def again_at_most(asks: list[Ask]) -> tuple[int, int]:
-    """(requests, prompt tokens) of controls that are asked once more because the line failed."""
-    return len(asks), sum(a.prompt.target_tokens for a in asks)
 
 
 def run_controls(bench: Bench, asks: list[Ask]) -> Controls:
@@ -522,30 +514,48 @@ class Common:
     limits: Limits | None = None
     confirm: Confirm | None = None
     progress: bool | Callable[[], Watch] | None = None
+    asked: Mapping[str, Any] = field(default_factory=dict)  # the instrument's own parameters, for the manifest
 
     def spec(self, tokens: int, depth: float = 0.5, **more: Any) -> PromptSpec:
         """A prompt of these options."""
         return PromptSpec(int(tokens), float(depth), self.genre, self.needle, self.seed, **more)
 
-    def bench(self, probe: str, endpoint: Target, run: str | Path | None, **more: Any) -> Bench:
-        """The bench of an instrument with these options."""
+    @contextlib.contextmanager
+    def bench(self, probe: str, endpoint: Target, run: str | Path | None, **more: Any) -> Iterator[Bench]:
+        """An instrument's bench while it is at work; what ends it early is kept in `stopped`, and what was measured
+        until then is judged.
+        """
         own = {"arm": self.arm, "limits": self.limits, "confirm": self.confirm, "progress": self.progress}
-        return Bench(endpoint, run, probe=probe, **{**own, **more})
+        with Bench(endpoint, run, probe=probe, **{**own, **more}) as bench:
+            bench.note(
+                **{n: _plain(v) for n, v in self.asked.items()}, genre=self.genre, needle=self.needle, seed=self.seed
+            )
+            try:
+                yield bench
+            except Stopped as reason:
+                bench.stopped = str(reason)
+            bench.ended()
 
     def begin(
-        self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), *, more: int = 0, more_tokens: int = 0,
-        spare: int = 0, spare_tokens: int = 0, exact: bool = False,
+        self, bench: Bench, base: PromptSpec, asks: Iterable[Ask] = (), more: int = 0, *, spare: int = 0,
+        tokens: int = 0, exact: bool = False,
     ) -> bool:  # fmt: skip
         """Announce the budget (as `Bench.plan`), then send the controls; False when they failed. exact: ValueError when
         nothing counts tokens.
         """
         checks = control_asks(bench.probe, base, arm=self.arm) if self.controls else []
-        again, tokens = again_at_most(checks)
-        bench.plan([*checks, *asks], more, more_tokens, spare=spare + again, spare_tokens=spare_tokens + tokens)
+        bench.plan([*checks, *asks], more, spare=spare, tokens=tokens)
         if exact and bench.capabilities.tokenize == "usage":
             raise ValueError(f"{bench.probe}: this needs exact lengths, and the endpoint has no tokenise route")
         bench.judged = run_controls(bench, checks) if checks else None
         return bench.judged is None or bench.judged.passed
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as JSON has it."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 class Options(TypedDict, total=False):
@@ -567,7 +577,7 @@ def instrument(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
 
     without   options that this instrument does not have
     """
-    shared = [f for f in fields(Common) if f.name not in without]
+    shared = [f for f in fields(Common) if f.name not in ("asked", *without)]
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
@@ -582,7 +592,10 @@ def instrument(*, without: tuple[str, ...] = ()) -> Callable[[F], F]:
                     raise TypeError(f"{function.__name__} has no option {name}")
                 if name in several and not len(value):
                     raise ValueError(f"{name} is empty; give at least one, or leave it out")
-            return function(*args, **options)
+            bound = signature.bind(*args, **options)
+            bound.apply_defaults()
+            asked = {p.name: bound.arguments[p.name] for p in own[2:]}  # without the deployment and the run's folder
+            return function(*args, **options, asked=asked)
 
         call.__signature__ = signature.replace(parameters=[*own, *extra])  # type: ignore[attr-defined]
         text = [x for x in (inspect.getdoc(Common) or "").split("\n") if x.split(" ")[0] not in without]
