@@ -41,6 +41,8 @@ class Defects:
     replicas: int = 1
     count_fails: Callable[[int], bool] = lambda ordinal: False  # of the tokenise route
     transfers: bool = False  # as the decode server of a pair: all but the last token of any prompt is called cached
+    page: int = PAGE  # tokens of the prefix cache's
+    head: int = 0  # tokens that the template puts before every conversation
     zero_left_out: bool = False  # no word on cached tokens where there are none, as vllm 0.23 and sglang 0.5.14
 
 
@@ -101,7 +103,9 @@ def answer_for(mock: Mock, tokens: list[str], cached: int, ordinal: int) -> str:
 
 def make_app(mock: Mock) -> Starlette:
     d = mock.dialect
-    size = 1 if d == "llama.cpp" else PAGE  # its cache has no pages, so the template's head is found in every prompt
+    size = (
+        1 if d == "llama.cpp" else mock.defects.page
+    )  # its cache has no pages, so the template's head is found in every prompt
 
     def refused(status: int, kind: str, message: str, **more: object) -> Response:
         """In OpenAI's form; llama.cpp adds the code and, when a prompt is too long, both lengths."""
@@ -120,7 +124,7 @@ def make_app(mock: Mock) -> Starlette:
         if fault := mock.defects.fail(ordinal):
             await asyncio.sleep(mock.defects.hang)
             return Response(fault[1], fault[0], media_type="text/html" if "<" in fault[1] else "application/json")
-        tokens = render(body["messages"])
+        tokens = [" head"] * mock.defects.head + render(body["messages"])
         if d == "llama.cpp" and len(tokens) >= mock.window:  # room for the answer is not asked for
             text = f"request ({len(tokens)} tokens) exceeds the available context size ({mock.window} tokens)"
             more = {"n_prompt_tokens": len(tokens), "n_ctx": mock.window}

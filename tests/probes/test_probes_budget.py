@@ -119,6 +119,35 @@ def test_two_arms_share_one_budget_and_one_limit():
         assert "limit of 9 requests" in few.stopped and len(one.chats) + len(two.chats) - before <= 9
 
 
+@pytest.mark.parametrize("measure", ["arms", "investigation"])
+def test_lengths_are_learned_inside_the_budget_and_once(measure):
+    """Where nothing counts tokens, two prompts teach their lengths: announced, and not once more for a second arm."""
+    with mock_endpoint("openai") as one, mock_endpoint("openai") as two:
+        arms, count = {"one": one.base_url, "two": two.base_url}, Count(one, two)
+        if measure == "arms":
+            result = probes.compare_arms(arms, lengths=(300, 900), depths=(0.5,), aa_pairs=2, confirm=count)
+            assert not result.stopped
+        else:
+            found = probes.investigate(arms, requests=30, window=1500, confirm=count)
+            assert found.finished, found.ended
+        count.check()
+        if measure == "arms":  # controls, A/A and 4 prompts; calibration alone for the first
+            assert (len(one.chats), len(two.chats)) == (2 + 4 + 4 + 4, 4 + 4)
+        few = Count(one)
+        probes.recall(one.base_url, lengths=(300,), depths=(0.5,), limits=Limits(requests=2), confirm=few)
+        assert sum("secret code" in str(r) for r in few.received) == 2
+
+
+def test_a_resumed_run_knows_the_lengths_that_it_has_learned(tmp_path):
+    asked = {"depths": (0.5,), "controls": False}
+    with mock_endpoint("openai") as mock:
+        probes.recall(mock.base_url, tmp_path / "run", lengths=(300,), **asked)
+        before = len(mock.chats)
+        more = probes.recall(mock.base_url, tmp_path / "run", lengths=(300, 1800), **asked)
+        assert len(mock.chats) == before + 1
+        assert abs(more.trials["prompt_tokens"].max() - 1800) < 90
+
+
 def test_a_search_that_never_settles_ends_at_its_budget():
     """No measurement at all (every answer is cut), so the search learns nothing: the announced number ends it."""
     with mock_endpoint(answer_instead=lambda key, value: "Let us see what the notes say about this one") as mock:

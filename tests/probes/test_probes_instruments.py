@@ -214,7 +214,7 @@ def test_limits_stop_and_a_later_run_goes_on(tmp_path):
             probes.recall(mock.base_url, lengths=(4000,), limits=Limits(cost=0.001, price=1.0))
         seen = []
         refused = probes.recall(mock.base_url, **SMALL, confirm=lambda b: seen.append(b) or False)
-        assert "not confirmed" in str(refused) and seen[0].requests == 14 + 18 + 2 and seen[0].expected == 30
+        assert "not confirmed" in str(refused) and seen[0].requests == 14 + 14 + 2 and seen[0].expected == 26
 
 
 def test_a_prompt_beyond_the_window_is_one_plain_error():
@@ -291,7 +291,7 @@ def test_command_line(tmp_path, capsys):
         assert main([*argv, "--price", "2", "--yes"]) == 1
         out, err = capsys.readouterr()
         assert (
-            "budget: about 36 requests, 40 at most" in err and "at the given price" in err and "is lost at 1,200" in out
+            "budget: about 32 requests, 36 at most" in err and "at the given price" in err and "is lost at 1,200" in out
         )
         assert main(["what", mock.base_url]) == 0 and "sglang endpoint" in capsys.readouterr().out
         with pytest.raises(ValueError, match="--word flush"):

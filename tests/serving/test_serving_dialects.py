@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from mock_endpoint import mock_endpoint
+from mock_endpoint import mock_endpoint, render
 from needlework.serving import Endpoint, TransportError, run
-from needlework.serving.capabilities import Capabilities, discover, flush
+from needlework.serving.capabilities import DISCOVERY_REQUESTS, DISCOVERY_TOKENS, Capabilities, discover, flush
 from needlework.serving.gauges import parse, read
 from needlework.serving.tokens import chat, count_tokens
 
@@ -67,6 +67,29 @@ def test_an_engine_that_leaves_a_zero_out_still_proves_warm_and_cold():
         text = [{"role": "user", "content": "Once more. " * 200}]
         seen = [run(chat(endpoint, text, alone=False, max_tokens=1)).cached_tokens for _ in range(2)]
         assert seen[0] == 0 and seen[1] > 100
+
+
+def _checks(mock):
+    return [len(render(r["messages"])) for r in mock.requests if "Cache check" in r["messages"][0]["content"]]
+
+
+@pytest.mark.parametrize(("page", "requests"), [(1, 3), (16, 3), (64, 3), (128, 3), (256, 5), (1024, 5), (4096, 4)])
+def test_a_cache_is_looked_for_with_a_short_text_first(page, requests):
+    """Pages longer than the short text, which a slow engine answers at once, are found by the long one."""
+    with mock_endpoint("vllm", page=page) as mock:
+        found = run(discover(Endpoint(mock.base_url)))
+    sent = _checks(mock)
+    assert len(sent) == requests and len(mock.requests) <= DISCOVERY_REQUESTS and sum(sent) < DISCOVERY_TOKENS
+    assert (max(sent) < 200) == (page <= 128)
+    assert found.cached_tokens and found.salt == ("cache_salt" if page < 4096 else None)
+    assert any("off, or its pages are longer" in n for n in found.notes) == (page == 4096)
+
+
+def test_a_long_template_is_not_taken_for_a_text_that_was_never_sent():
+    """All of a new short text but its last words is the template's, and that was sent before."""
+    with mock_endpoint("vllm", page=1, head=900) as mock:
+        found = run(discover(Endpoint(mock.base_url)))
+    assert found.cached_by == "usage" and found.cached_tokens and found.salt == "cache_salt"
 
 
 def test_a_pair_that_calls_transferred_tokens_cached_is_seen_through():

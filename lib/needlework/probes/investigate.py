@@ -15,7 +15,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from .abort import ROLES, interrupted
-from .bench.bench import Bench
+from .bench.bench import CALIBRATION, Bench, with_beside
 from .bench.budget import Budget, Limits
 from .bench.journal import Journal
 from .bench.trial import Confirm, Row, Stopped, Target, resolve
@@ -436,7 +436,7 @@ def investigate(
                 )
         asked = sum(s.requests for s in written(journal.records) if held(journal, space, s))
         budget = _budget(space, most - asked, tokens)
-        if confirm is not None and not confirm(budget):
+        if confirm is not None and not confirm(with_beside(budget, len(arms))):
             raise Stopped("not confirmed; nothing was sent")
         hands = Hands(arms, space, journal, budget, Limits(minutes=minutes), progress)
         try:
@@ -474,8 +474,9 @@ class Hands:
         for arm, target in arms.items():
             more = {"builder": self.first} if self.benches else {"limits": limits, "progress": progress}
             self.benches[arm] = Bench(target, None, probe="ask", arm=arm, journal=journal, **more)  # type: ignore[arg-type]
-        calibration = 2 * len(arms)
-        self.first.meter.announce(Budget(budget.requests + calibration, budget.prompt_tokens + 2000 * calibration))
+        self.first.meter.announce(
+            Budget(budget.requests + CALIBRATION.requests, budget.prompt_tokens + CALIBRATION.prompt_tokens)
+        )
         self.first.planned = budget.requests
         self._seconds: Callable[[Step], float] = pace(())
         self._rows: list[Row] = []

@@ -11,6 +11,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from .bench.bench import with_beside
 from .bench.budget import Budget, Limits
 from .bench.journal import Journal
 from .bench.trial import Confirm, Stopped, Target
@@ -52,7 +53,7 @@ def measure(
         if not left:
             return False
         budget = Budget(sum(s.requests for s in left), round(1.1 * sum(s.tokens for s in left)))
-        if confirm is not None and not confirm(budget):
+        if confirm is not None and not confirm(with_beside(budget, 1)):
             raise Stopped("not confirmed; nothing was sent")
         if entry not in journal.records:
             journal.decide(entry)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -35,7 +36,7 @@ def salt_value(name: str, salt: str) -> str | bool:
 
 
 # what finding it all out takes, at most
-DISCOVERY_REQUESTS = 18
+DISCOVERY_REQUESTS = 14
 DISCOVERY_TOKENS = 20_000
 
 
@@ -50,9 +51,7 @@ class Capabilities:
     tokenize_path: str | None = None
     usage: bool = False
     cached_tokens: bool = False  # it can be told how much of a prompt came out of a prefix cache
-    cached_by: str = (
-        "usage"  # or "counter": answers of a pair call transferred tokens cached, its prefill server does not
-    )
+    cached_by: str = "usage"  # or "counter": of a pair's prefill server, as its answers call moved tokens cached
     hello_tokens: int = 0  # of a request that says "Hello."; up to here, what is cached of a prompt is the template's
     salt: str | None = None  # request field that makes a prompt cold without admin rights
     flush_path: str | None = None
@@ -115,8 +114,8 @@ async def discover(endpoint: Endpoint) -> Capabilities:
     if form == "usage":
         notes.append("no /tokenize route answers; prompt lengths are calibrated on usage.prompt_tokens")
     window = _length(card, info, marks) or gauges.context_length(metrics_text, model)
-    source = await cached_source(endpoint, notes, window)
-    salt = await accepted_salt(endpoint, source, notes, window)
+    hello_tokens = first.prompt_tokens or 0
+    source, salt = await caching(endpoint, hello_tokens, notes, window)
     thinking, thinks = await _thinking(endpoint, hello, first)
     engine = _engine(marks, metrics_text)
     found = Capabilities(
@@ -126,7 +125,7 @@ async def discover(endpoint: Endpoint) -> Capabilities:
         tokenize=form,
         tokenize_path=path,
         usage=first.prompt_tokens is not None,
-        hello_tokens=first.prompt_tokens or 0,
+        hello_tokens=hello_tokens,
         cached_tokens=source is not None,
         cached_by=source or "usage",
         salt=salt,
@@ -250,65 +249,52 @@ async def _thinking(endpoint: Endpoint, hello: list[Message], first: Reply) -> t
 # ---- prefix caches: who tells what came out of one, and how a prompt is made cold ----
 
 
-async def cached_source(endpoint: Endpoint, notes: list[str], window: int | None = None) -> str | None:
-    """Who tells the truth on cached tokens: "usage", "counter", or nobody.
+async def caching(
+    endpoint: Endpoint, hello_tokens: int, notes: list[str], window: int | None = None
+) -> tuple[str | None, str | None]:
+    """(who tells the truth on cached tokens: "usage", "counter" or nobody; a salt field that works, or None).
 
-    A text that was never sent cannot be cached. The decode server of a pair reports it as cached all the same, because
-    its keys and values came from elsewhere (vllm 0.32.0 `v1/core/sched/scheduler.py`); then only the counter of the
-    server that computes prompts can tell.
+    A text that was never sent cannot be cached, but for the template's `hello_tokens`. The decode server of a pair
+    reports it as cached all the same, because its keys and values came from elsewhere (vllm 0.32.0
+    `v1/core/sched/scheduler.py`); then only the counter of the server that computes prompts can tell. Sent again, it
+    fills whole pages of the cache: a short text those of usual size, which a slow engine answers at once; the long one
+    is asked where nothing of the short one was cached.
     """
-    reply = None
-    for text in _lamps(secrets.token_hex(8), window):
-        reply = await attempt(endpoint.chat(text, max_tokens=1))
-        if reply is None or reply.cached_tokens is not None:
+    source, size = None, ""
+    for text in _lamps(window):
+        fresh = await attempt(endpoint.chat(text, max_tokens=1))
+        if fresh is None:
             break
-        again = await attempt(endpoint.chat(text, max_tokens=1))
-        if again is not None and again.cached_tokens:  # vllm 0.23.0 and sglang 0.5.14 leave a zero out
-            return "usage"
-    if reply is None or reply.cached_tokens is None:
-        notes.append("cached tokens are not reported, so warm and cold cannot be proved")
-        return None
-    if 2 * reply.cached_tokens < (reply.prompt_tokens or 0):
-        return "usage"
-    if await cache_hits(endpoint) is not None:
-        return "counter"
-    notes.append(
-        "a text that was never sent is reported as cached (a decode server counts what it was sent), so warm and cold "
-        "cannot be proved; name the prefill server as cache_url"
-    )
-    return None
-
-
-async def accepted_salt(
-    endpoint: Endpoint, source: str | None, notes: list[str], window: int | None = None
-) -> str | None:
-    """A salt field that is accepted *and* seen to work: the same prompt under a new salt has no cached tokens."""
-    if source is None:
-        return None
-    send = counted if source == "counter" else Endpoint.chat
-    for text in _lamps("twice", window):
-        await attempt(send(endpoint, text, max_tokens=1))
+        send, source = Endpoint.chat, None if fresh.cached_tokens is None else "usage"
+        asked = (fresh.prompt_tokens or 0) - hello_tokens
+        if source and 0 < asked <= 2 * (fresh.cached_tokens - hello_tokens):
+            send, source = counted, "counter"
+            if await cache_hits(endpoint) is None:
+                notes.append(
+                    "a text that was never sent is reported as cached (a decode server counts what it was sent), so "
+                    "warm and cold cannot be proved; name the prefill server as cache_url"
+                )
+                return None, None
         again = await attempt(send(endpoint, text, max_tokens=1))
-        if again is not None and again.cached_tokens:
-            break
+        if again is not None and (again.cached_tokens or 0) > hello_tokens:  # some engines leave a zero out
+            for name in SALTS:  # a salt that works finds nothing; one of an earlier probe would be warm already
+                fields = {name: salt_value(name, secrets.token_hex(8))}
+                salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
+                if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
+                    return source or "usage", name
+            notes.append("no salt field is honoured; cold prompts start with a new first line instead")
+            return source or "usage", None
+        size = f"of {fresh.prompt_tokens:,} tokens " if fresh.prompt_tokens else ""
+    if source is None:
+        notes.append("cached tokens are not reported, so warm and cold cannot be proved")
     else:
-        size = f"of {again.prompt_tokens:,} tokens " if again is not None and again.prompt_tokens else ""
         notes.append(f"a repeated prompt {size}had no cached tokens: the prefix cache is off, or its pages are longer")
-        return None
-    for name in SALTS:
-        # a salt used in an earlier probe would be warm already
-        fields = {name: salt_value(name, secrets.token_hex(8))}
-        salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
-        if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
-            return name
-    notes.append("no salt field is honoured; cold prompts start with a new first line instead")
-    return None
+    return source, None
 
 
-def _lamps(first: str, window: int | None) -> list[list[Message]]:
-    """Texts of about 400 and 2,000 tokens, or of half the window: the longer one fills any cache's page, and is
-    for those where the shorter one leaves nothing. `first` makes them other texts.
-    """
+def _lamps(window: int | None) -> Iterator[list[Message]]:
+    """New texts of about 170 and 2,000 tokens, or of half a smaller window."""
     most = 240 if window is None or window >= 4096 else max(10, window // 18)
-    said = [f"Cache check {first}. " + "The lamp is on the table. " * times for times in sorted({min(48, most), most})]
-    return [[{"role": "user", "content": text}] for text in said]
+    for times in sorted({min(24, most), most}):
+        text = f"Cache check {secrets.token_hex(8)}. " + "The lamp is on the table. " * times
+        yield [{"role": "user", "content": text}]

@@ -48,6 +48,15 @@ LENGTH_WARNING = (
 )
 
 
+def with_beside(trials: Budget, arms: int) -> Budget:
+    """The budget of trials on so many endpoints, with what is sent beside them: finding out what they can do, and
+    calibration.
+    """
+    requests = trials.requests + arms * DISCOVERY_REQUESTS + CALIBRATION.requests
+    tokens = trials.prompt_tokens + arms * DISCOVERY_TOKENS + CALIBRATION.prompt_tokens
+    return Budget(requests, tokens, expected=trials.requests)
+
+
 class Bench:
     """One instrument at work on one deployment (or one arm of several, sharing a journal).
 

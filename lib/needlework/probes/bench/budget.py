@@ -85,11 +85,6 @@ class Meter:
         """From here on at most this much."""
         self._budget, self._ends = budget, (self.requests + budget.requests, self.prompt_tokens + budget.prompt_tokens)
 
-    def grant(self, requests: int, tokens: int) -> None:
-        """Allow this much beside what was announced."""
-        if self._ends is not None:
-            self._ends = self._ends[0] + requests, self._ends[1] + tokens
-
     def refused(self, tokens: int) -> str | None:
         """Why a further request of `tokens` may not be sent, in words, or None."""
         minutes = (time.perf_counter() - self.started) / 60
