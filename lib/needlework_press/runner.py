@@ -9,6 +9,7 @@ import hashlib
 import html
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 import time
@@ -30,10 +31,11 @@ from needlework.probes.bench.trial import PromptTooLong
 from needlework.serving import target as targets
 from needlework.serving.scrub import plain, scrub, strip_ansi
 from needlework.workbook import cannot
+from needlework.workbook.session import EARLIER
 
 from needlework_press import writer
 
-VERDICT = "11_verdict"  # reads the runs that the incident holds
+VERDICT = "11_verdict"  # reads what the other notebooks of the run have measured
 LIVE = "live: set NEEDLEWORK_TARGET to its address"  # what an executed notebook holds where the address was
 # what ends a notebook with one sentence and no failure: the target is not one to which its question can be put
 UNANSWERED = (cannot.CannotAnswer.__name__, PromptTooLong.__name__)
@@ -306,14 +308,23 @@ class Plan:
         target = {"target": address_free} if self.target else {}
         return {"incident": self.incident, **target, **self.settings.get(twin.stem, {})}
 
-    def environment(self, twin: Path) -> dict[str, str]:
-        """What one notebook is told beside its own name: the incident, the target, and where to record."""
+    def environment(self, twin: Path, earlier: Sequence[Path] = ()) -> dict[str, str]:
+        """What one notebook is told beside its own name: the incident, the target, where to record, and the folders of
+        what others of this run have measured."""
         found = {"NEEDLEWORK_INCIDENT": self.incident}
         if self.target:
             found["NEEDLEWORK_TARGET"] = self.target
-        if self.record:
+        if self.keeps:
             found["NEEDLEWORK_RECORD"] = str(self.unfinished(twin))
+        if earlier:
+            found[EARLIER] = os.pathsep.join(map(str, earlier))
         return found
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is measured is kept as a run: always of another deployment than the default one, where the
+        verdict reads it; with `record` as a part of the incident."""
+        return self.record or not (self.default or self.kind == "recorded")
 
     @property
     def bundle(self) -> Path:
@@ -324,12 +335,12 @@ class Plan:
         )
 
     def recording(self, twin: Path) -> Path:
-        """Where what this notebook measures is recorded."""
-        return self.bundle / "runs" / twin.stem
+        """Where what this notebook measures is kept."""
+        return (self.bundle if self.record else self.root / "build" / self.place) / "runs" / twin.stem
 
     def unfinished(self, twin: Path) -> Path:
-        """Where it lies until the notebook has come to its end; a run that was stopped goes on from there."""
-        return self.bundle / "runs" / f"{twin.stem}{UNFINISHED}"
+        """Where it lies until the notebook has come to its end; a recording that was stopped goes on from there."""
+        return self.recording(twin).with_name(f"{twin.stem}{UNFINISHED}")
 
 
 def choose(names: Sequence[str], root: Path) -> list[Path]:
@@ -357,27 +368,30 @@ async def run_all(
     tell: Callable[[str], None] = print,
 ) -> list[Done]:
     """Execute those of `chosen` that are stale (all with `everything`, or when the target may answer otherwise today),
-    `jobs` (the plan's, unless given) at a time in file order; the verdict waits for the others where they record what
-    it reads. `tell` gets one line per notebook as it ends."""
+    `jobs` (the plan's, unless given) at a time in file order; the verdict waits for the others where what they measure
+    is kept, and reads it. `tell` gets one line per notebook as it ends."""
     everything = everything or not plan.repeatable
     gate = asyncio.Semaphore(max(1, plan.jobs if jobs is None else jobs))
 
-    async def one(twin: Path) -> Done:
+    async def one(twin: Path, earlier: Sequence[Path] = (), again: bool = False) -> Done:
         async with gate:
             output = plan.output(twin)
             failed = plan.failed(twin)
-            if not everything and not failed.is_file() and writer.why_stale(output, twin, plan.root) is None:
+            if not (everything or again) and not failed.is_file() and writer.why_stale(output, twin, plan.root) is None:
                 done = Done(twin.stem, cannot=_reason(output))
                 tell(str(done))
                 return done
             began = time.perf_counter()
             error = reason = ""
+            if plan.keeps and not plan.record:  # of another day; the deployment may be another one today
+                for old in (plan.recording(twin), plan.unfinished(twin)):
+                    shutil.rmtree(old, ignore_errors=True)
             try:
                 nb = await execute(
                     twin,
                     root=plan.root,
                     parameters=plan.parameters(twin),
-                    environment=plan.environment(twin),
+                    environment=plan.environment(twin, earlier),
                     timeout_s=timeout_s,
                 )
                 if not plan.repeatable:
@@ -385,7 +399,7 @@ async def run_all(
                 _replace(output, writer.dumps(nb))
                 failed.unlink(missing_ok=True)
                 reason = nb.metadata["needlework"].get("cannot", "")
-                if plan.record and plan.unfinished(twin).is_dir():
+                if plan.keeps and plan.unfinished(twin).is_dir():
                     os.replace(plan.unfinished(twin), plan.recording(twin))
             except NotebookFailed as failure:
                 error = str(failure)
@@ -394,11 +408,14 @@ async def run_all(
             tell(str(done) + (f"\n{error}" if error else ""))
             return done
 
-    later = [twin for twin in chosen if plan.record and twin.stem == VERDICT]
-    tasks = [asyncio.ensure_future(one(twin)) for twin in chosen if twin not in later]
+    later = [twin for twin in chosen if plan.keeps and twin.stem == VERDICT]
+    first = [twin for twin in chosen if twin not in later]
+    tasks = [asyncio.ensure_future(one(twin)) for twin in first]
     try:
         results = list(await asyncio.gather(*tasks))
-        results += [await one(twin) for twin in later]
+        ended = [twin for twin, done in zip(first, results, strict=True) if not done.error]
+        earlier = [run for twin in ended if (run := plan.recording(twin)).is_dir()]
+        results += [await one(twin, earlier, any(done.executed for done in results)) for twin in later]
     except BaseException:
         for task in tasks:
             task.cancel()

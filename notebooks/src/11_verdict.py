@@ -8,7 +8,7 @@
 #
 # **You will learn**: why a verdict names what it did not measure, and what "strong evidence" from outside cannot prove.
 #
-# **You need**: nothing for the recorded incident. With a live target the notebook investigates it first.
+# **You need**: nothing for the recorded incident. With a live target the verdict first asks prompts of its own.
 
 # %% [markdown]
 # ## Start
@@ -25,8 +25,9 @@ start = workbook.start("Reach a verdict")
 # %% tags=["parameters"]
 incident = "context-loss"  # a folder under data/incidents
 target = "recorded"  # every recorded run; or lab:combined,pd:healthy, http://…, a=http://…,b=http://…
-requests = 160  # at most, to a live target
-window = 8192  # longest prompt in tokens, for a live target
+requests = 160  # at most, to a live target, beside what other notebooks of this run have measured
+window = 8192  # longest prompt in tokens, for a live target; 0: as long as it states, within `tokens`
+tokens = 1_000_000  # prompt tokens that a live target may be sent in all
 constants = {}  # what the deployment does not tell of itself, such as {"topk": 512, "ratio": 4}
 ledger_file = ""  # keep the ledger here, such as data/incidents/NAME/ledger.json
 seed = 0
@@ -42,32 +43,43 @@ print(symptom)
 # %% [markdown]
 # ## Gather the trials
 #
-# One row a request, whichever instrument sent it. Runs are joined by the identity of the trial, so a trial that two runs
-# share counts once.
-
-
-# %% [markdown]
-# One arm alone can show that something is lost and where; only two tell whether the split has a part in it. A live target is
-# investigated: a screen at random over all lengths, places and states, then the prompts that tell most, and last, fresh
-# prompts whose answers were foretold. `needlework diagnose combined=http://…,pd=http://… --run FOLDER` does the same.
+# One row a request, whichever instrument sent it: of the incident every recorded run, of a live target what the other
+# notebooks of this run have measured on it. Runs are joined by the identity of the trial, so a trial that two runs share
+# counts once, and nothing is asked twice.
 
 # %%
-foretold = []
+folders = workbook.measured() if live else [bundle.run(name) for name in bundle.run_names]
+known = analysis.concat([analysis.load_trials(folder) for folder in folders])
+print(f"{len(known)} trials are known" + (f", of {', '.join(f.stem for f in folders)}" if folders else ""))
+
+# %% [markdown]
+# One arm alone can show that something is lost and where; only two tell whether the split has a part in it. On a live target
+# the verdict now asks for itself: a screen at random over all lengths, places and states, then the prompts that tell most,
+# and last, fresh prompts whose answers were foretold. `needlework diagnose combined=http://…,pd=http://… --run FOLDER` does
+# the same without notebooks.
+
+# %%
+stated = workbook.deployed(bundle)
+journals = [] if live else [probes.Recorded(folder).journal for folder in folders]
+foretold = [record for journal in journals for record in journal.records if record["record"] == "predictions"]
 if live:
     with workbook.open_target(target, incident=bundle) as opened:
         stated = workbook.deployed(bundle, opened)
-        config = {**stated.config, **constants}
-        found = probes.investigate(opened.arms, requests=requests, window=window, stated=config, seed=seed)
-    tables, foretold = [found.trials], found.records
-else:
-    stated, tables = workbook.deployed(bundle), [analysis.load_trials(bundle.run(name)) for name in bundle.run_names]
-workbook.need(tables, "no run is recorded for this incident; set the target to a live one")
+        found = probes.investigate(
+            opened.arms, requests=requests, window=window or None, tokens=tokens, known=known, seed=seed,
+            stated={**stated.config, **constants},
+        )  # fmt: skip
+    known, foretold = found.trials, found.records
+    print(*(f"- {why}" for why in found.plan), f"{found.ended[:1].upper()}{found.ended[1:]}.", sep="\n")
+
+# %%
+workbook.need(len(known), "no run is recorded for this incident; set the target to a live one")
 planted = [] if live else bundle.settings.get("recorded", {}).get("faults", [])
 workbook.need(
     not planted, f"the runs of {bundle.name} hold planted faults ({', '.join(planted)}) and answers of random weights: "
     "they calibrate instruments and are no case to judge; notebooks 12 to 14 read them"
 )  # fmt: skip
-trials = analysis.concat(tables)
+trials = known
 
 # %%
 overview = trials.assign(hit=analysis.hits(trials)).groupby(["run", "probe", "arm", "cache"], dropna=False)["hit"]
@@ -152,7 +164,7 @@ print(", ".join(f"{name}: {'equal' if same else 'differs'}" for name, same in di
 
 # %%
 outside = diagnosis
-diagnosis = analysis.diagnose(trials, {"config": geometry, "digests": digests})
+diagnosis = analysis.diagnose(trials, {"config": geometry, "digests": digests}, predictions=foretold)
 diagnosis
 
 # %%
@@ -219,6 +231,8 @@ if walked and budget and budget == chunk:
     print(f"- top-k x ratio and the chunk are both {chunk:,}: only another chunk size tells which one the edge follows")
 for test in tests[:3]:
     print("-", test)
+if any("digest" in str(test) for test in tests[:3]):
+    print("  with the pages of one request saved on both sides: needlework pages compare SENT RECEIVED")
 
 # %% [markdown]
 # ## Hand it on
@@ -246,8 +260,8 @@ workbook.summary(
     symptom=symptom,
     verdict=first,
     evidence=seen[:5] or ["nothing is lost beyond stray misses"],
-    confidence=f"{diagnosis.confidence}: {diagnosis.measured:,} measured trials. e is the evidence against the arms being alike: "
-    "20 or more is decisive, however often one looks. Only the listed classes are ranked; the cause may be an unlisted one.",
+    confidence=f"{diagnosis.confidence}, from {diagnosis.measured:,} measured trials. Only classes that somebody has described "
+    "are ranked; the cause may be another one.",
     next_step=" ".join(
         [*map(str, advised), f"{'Next: ' if advised else ''}{(diagnosis.next_tests[-1] if advised else tests[0])}."]
     ),

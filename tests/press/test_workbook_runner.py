@@ -229,6 +229,41 @@ def test_a_recording_that_was_stopped_goes_on_and_counts_only_when_whole(small: 
         cli.run(["09", "--record", "--target", "recorded"])
 
 
+MEASURES = """import os, pathlib
+run = pathlib.Path(os.environ["NEEDLEWORK_RECORD"])
+assert not run.exists() and not run.with_suffix("").exists(), "a run of another day was left"
+run.mkdir(parents=True)
+(run / "trials.jsonl").write_text("{}\\n")"""
+READS = """import os, pathlib
+from needlework import workbook
+print([folder.name for folder in workbook.measured()], all(f.is_dir() for f in workbook.measured()))"""
+
+
+def test_the_verdict_reads_what_this_run_has_measured_on_the_same_target(plain: Path) -> None:
+    """After all others, whatever ran beside it; alone it has nothing to read, and nothing is left of another day."""
+    write(plain, "02_measures", MEASURES)
+    write(plain, "03_fails", MEASURES, "1 / 0")
+    write(plain, "04_sends_nothing", "print(1)")
+    write(plain, "11_verdict", READS)
+
+    def told(*wanted: str, target: str = "http://127.0.0.1:9") -> str:
+        status = cli.run([*wanted, "--target", target, "--no-report", "--jobs", "2"])
+        assert status == int("03" in wanted)
+        (cell,) = nbformat.read(next(plain.glob("build/*/11_verdict.ipynb")), 4).cells
+        return cell.outputs[0].text.strip()
+
+    for _ in range(2):
+        assert told("11", "02", "03", "04") == "['02_measures'] True"
+    assert told("11") == "[] True"
+    assert told("02", "11") == "['02_measures'] True"
+    for default in ({}, {"target": "recorded"}):
+        plan = runner.Plan(plain, **default)
+        assert not plan.keeps and set(plan.environment(plain / "02_measures.py")) <= {
+            "NEEDLEWORK_INCIDENT",
+            "NEEDLEWORK_TARGET",
+        }
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [

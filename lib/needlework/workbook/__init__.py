@@ -15,7 +15,7 @@ from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
 from needlework.workbook.onepage import brief
 from needlework.workbook.remedies import advice
-from needlework.workbook.session import source, start
+from needlework.workbook.session import measured, source, start
 from needlework.workbook.verdict import summary
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "incident",
     "kind_of",
     "machine",
+    "measured",
     "need",
     "open_target",
     "root",

@@ -11,9 +11,11 @@ import random
 import sys
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SHOWN = ("torch", "numpy", "pandas", "matplotlib")
+EARLIER = "NEEDLEWORK_RUNS"  # folders of what other notebooks of the same run have measured, set by the runner
 
 
 def versions(packages: tuple[str, ...] = SHOWN) -> dict[str, str]:
@@ -64,6 +66,12 @@ def start(title: str, *, seed: int = 0) -> Start:
     result = Start(title, seed, versions())
     print(result)
     return result
+
+
+def measured() -> list[Path]:
+    """Run folders of what the other notebooks of this `needlework run` have measured on its target; none where this
+    notebook runs alone, or on the target that it has by default."""
+    return [Path(name) for name in os.environ.get(EARLIER, "").split(os.pathsep) if name]
 
 
 @dataclass(frozen=True)
