@@ -14,7 +14,7 @@ OWNERS = {"incidents": " of incident {}", "checkpoint": " of the checkpoint on {
 KINDS = {
     "lab": "the deployment in a box",
     "vllm": "vLLM on this machine",
-    "http": "a live endpoint",
+    "http": "an endpoint",
 }
 
 
@@ -43,7 +43,7 @@ def origin(mark: Mapping[str, Any]) -> Origin | None:
     read = "; ".join(", ".join(sorted(parts)) + owner for owner, parts in sorted(found.items(), reverse=True))
     if live:
         also = f" It also reads {read}." if read else ""
-        where = " and ".join(KINDS.get(str(kind), "a live target") for kind in live)
+        where = " and ".join(KINDS.get(str(kind), "a target") for kind in live)
         return Origin("live", f"Measured live on {where} when this was executed.{also}")
     if any(found.values()) and set(found) != {""}:
         return Origin("recorded", f"Read from {read}; nothing was sent.")

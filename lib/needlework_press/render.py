@@ -25,6 +25,7 @@ from pygments.token import STANDARD_TYPES, Token, _TokenType
 # richest form first; the live widget view is not among them, its still is text/html
 ORDER = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain")
 MAX_TEXT = 20_000
+TALL, NARROW = 40, 36  # lines above which a text scrolls by itself, and characters of a line on a telephone
 _NOTEBOOK_LINK = re.compile(r"(?:\./|\.\./|notebooks/)*(\d\d)_\w+\.(?:ipynb|py)(?:#.*)?$")
 _FORMATTER = HtmlFormatter(nowrap=True)
 STYLES = ("default", "github-dark")  # of code, on light and on dark
@@ -93,7 +94,7 @@ def code(source: str) -> str:
     body = pygments.format(((Token if _colourless(kind, text) else kind, text) for kind, text in tokens), _FORMATTER)
     return (
         f'<details class="code"><summary><span>Code</span> <code>{first}</code></summary>'
-        f'<pre class="highlight"><code>{body}</code></pre></details>'
+        f'<pre class="highlight" tabindex="0"><code>{body}</code></pre></details>'
     )
 
 
@@ -154,14 +155,16 @@ def output(out: NotebookNode, prefix: str, what: str) -> str:
         return f'<div class="out">{markdown(value, prefix, trusted=False)[0]}</div>'
     if mime.startswith("image/"):
         alt = out.metadata.get(mime, {}).get("alt") or out.metadata.get("alt") or ""
-        return f"<figure>{figures.Picture(mime, value, alt).to_img()}</figure>"
+        return f'<figure tabindex="0">{figures.Picture(mime, value, alt).to_img()}</figure>'
     return _text(value)
 
 
 def _text(text: str) -> str:
     text = visible(text)
     cut = f"\n… {len(text) - MAX_TEXT:,} more characters" if len(text) > MAX_TEXT else ""
-    return f'<pre class="out">{html.escape(text[:MAX_TEXT] + cut)}</pre>'
+    rows = sum(1 + len(line) // NARROW for line in text[:MAX_TEXT].split("\n"))
+    scrolls = ' tabindex="0"' if rows > TALL else ""  # then a keyboard has to reach it
+    return f'<pre class="out"{scrolls}>{html.escape(text[:MAX_TEXT] + cut)}</pre>'
 
 
 def notebook(nb: NotebookNode, number: str) -> tuple[str, str, str]:

@@ -3,6 +3,7 @@ maths as MathML."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -56,7 +57,7 @@ def build(plan: runner.Plan) -> Path:
     found = _summary(notebooks, bundle if own else None)
     text = page(
         notebooks,
-        title=(bundle.title if bundle else plan.incident) if own else _headline(plan, found),
+        title=(bundle.title if bundle else plan.incident) if own else _headline(plan, found, notebooks),
         subtitle=_subtitle(plan, notebooks, own),
         found=found,
         missing=[twin.stem for twin in twins if twin not in executed],
@@ -86,15 +87,27 @@ def _read(path: Path) -> NotebookNode:
     return nb
 
 
-def _headline(plan: runner.Plan, found: verdict.Summary | None) -> str:
-    """What was examined and the first sentence of the verdict on it."""
+def _finding(nb: NotebookNode) -> str:
+    """The sentence that a notebook prints under *What we found*, or ""."""
+    below = itertools.dropwhile(lambda cell: "## What we found" not in cell.source.splitlines(), nb.cells)
+    printed = (out.get("text", "") for cell in below for out in cell.get("outputs", ()))
+    return next((" ".join(text.split()) for text in printed if text.strip()), "")
+
+
+def _headline(
+    plan: runner.Plan, found: verdict.Summary | None, notebooks: Sequence[tuple[str, NotebookNode]] = ()
+) -> str:
+    """What was examined, and the first sentence of the verdict on it, or of the last notebook that measured it."""
     arms = len(target.split_arms(plan.target or ""))
     where = {
         "lab": f"The deployment in a box ({plan.target})",
         "vllm": "vLLM on this machine",
         "http": f"{arms} live endpoints" if arms > 1 else "A live endpoint",
     }.get(plan.kind, plan.kind)
-    return f"{where}: {found.verdict.split('. ')[0].strip().rstrip('.') if found else 'no verdict'}"
+    said = [(stem, said) for stem, nb in notebooks if writer.stamp_of(nb).get("live") and (said := _finding(nb))]
+    stem, sentence = ("", found.verdict) if found else said[-1] if said else ("", "no verdict")
+    short = plain(sentence.split(". ")[0].strip().rstrip("."), 90)
+    return f"{where}: {short}{f' (notebook {stem[:2]} alone)' if stem else ''}"
 
 
 def _subtitle(plan: runner.Plan, notebooks: Sequence[tuple[str, NotebookNode]], own: bool) -> str:
@@ -103,7 +116,10 @@ def _subtitle(plan: runner.Plan, notebooks: Sequence[tuple[str, NotebookNode]], 
         words = {"lab": "measured on the deployment in a box, beside recordings"}
         return f"Incident {plan.incident}, {words.get(plan.kind, 'rebuilt from recordings, nothing was sent')}"
     when = f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}" if days else "Measured live"
-    return f"{when}; what is marked recorded belongs to incident {plan.incident}, not to this deployment"
+    read = [stem for stem, nb in notebooks if (o := origin.origin(writer.stamp_of(nb))) and o.word == "recorded"]
+    return when + (
+        f"; what is marked recorded belongs to incident {plan.incident}, not this deployment" if read else ""
+    )
 
 
 def _summary(notebooks: Sequence[tuple[str, NotebookNode]], bundle: Bundle | None) -> verdict.Summary | None:
@@ -155,8 +171,10 @@ def page(
     css = resources.files("needlework_press").joinpath("page.css").read_text("utf-8") + render.code_css()
     css += f"@page{{@top-left{{content:{_css_text(f'{title[:100]} · Needlework')}}}}}"
     name = tables.escape(title, 120)
-    half = _half_page(found, origin.overview(origins))
-    lacking = f"<p>Not executed: {tables.escape(', '.join(missing), 400)}</p>" if missing else ""
+    said = [(stem, sentence) for stem, nb in notebooks if (sentence := _finding(nb))] if found is None else []
+    half = _half_page(found, origin.overview(origins), said)
+    few = f"{len(missing)} notebook{'s' * (len(missing) > 1)} not executed"
+    lacking = f"<details><summary>{few}</summary>{tables.escape(', '.join(missing), 400)}</details>" if missing else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -177,10 +195,12 @@ def _css_text(text: str) -> str:
     return '"' + "".join(c if c.isalnum() or c == " " else f"\\{ord(c):x} " for c in plain(text)) + '"'
 
 
-def _half_page(found: verdict.Summary | None, basis: str = "") -> str:
+def _half_page(found: verdict.Summary | None, basis: str, findings: Sequence[tuple[str, str]]) -> str:
     said = f"<p>{tables.escape(basis, 600)}</p>" if basis else ""
     if found is None:
-        body = f"<p>No verdict was reached: the notebooks that give one were not part of this run.</p>{said}"
+        told = "".join(f"<li>{stem[:2]}: {tables.escape(sentence, 400)}</li>" for stem, sentence in findings)
+        body = "<p>Notebook 11, which gives the verdict over all trials, was not part of this run.</p>"
+        body += f"<p>What those that were say:</p><ul>{told}</ul>{said}" if told else said
     else:
         rows = [*found.rows(), *([("Live or recorded", said)] if said else [])]
         body = "<dl>" + "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in rows) + "</dl>"

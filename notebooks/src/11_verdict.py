@@ -70,7 +70,10 @@ if live:
             stated={**stated.config, **constants},
         )  # fmt: skip
     known, foretold = found.trials, found.records
+    longest = int(found.trials["prompt_tokens"].max())
+    limit = stated.config.get("context_limit")
     print(*(f"- {why}" for why in found.plan), f"{found.ended[:1].upper()}{found.ended[1:]}.", sep="\n")
+    print(f"longest prompt: {longest:,} tokens; stated window: {f'{limit:,}' if limit else 'none'}")
 
 # %%
 workbook.need(len(known), "no run is recorded for this incident; set the target to a live one")
@@ -85,6 +88,9 @@ trials = known
 overview = trials.assign(hit=analysis.hits(trials)).groupby(["run", "probe", "arm", "cache"], dropna=False)["hit"]
 rows = overview.agg(trials="size", measured="count", hits="sum").reset_index()
 workbook.tables.table(rows, "What was measured")
+
+# %%
+workbook.trials(trials, "All trials")
 
 # %% [markdown]
 # A trial that measured nothing (cut by a budget, lost on the way) is in the first count and not in the second. It is never a

@@ -263,6 +263,21 @@ def test_the_title_of_a_live_target_is_its_own_verdict_and_recordings_are_folded
     assert "a class of the incident" in own.text
 
 
+def test_without_the_verdict_a_live_report_says_what_its_notebooks_found(small: Path) -> None:
+    plan = runner.Plan(small, target="http://127.0.0.1:1")
+    mark = {"source": "s", "data": {}, "library": {}, "live": ["http"]}
+    cells = [nbformat.v4.new_markdown_cell("## What we found"), nbformat.v4.new_code_cell("print(verdict)")]
+    nb = nbformat.v4.new_notebook(cells=cells, metadata={"needlework": mark})
+    nb.cells[1].outputs = [nbformat.v4.new_output("stream", text="Healthy: 9 of 9 <b>. More.\n")]
+    assert (
+        report._headline(plan, None, [("03_recall", nb)]) == "A live endpoint: Healthy: 9 of 9 <b> (notebook 03 alone)"
+    )
+    text = report.page([("03_recall", nb)], title="t", subtitle="s", found=None)
+    summary = BeautifulSoup(text, "html.parser").find(id="summary")
+    assert "03: Healthy: 9 of 9 <b>" in summary.text and "Notebook 11" in summary.text
+    assert "belongs to" not in report._subtitle(plan, [("03_recall", nb)], own=False), "nothing here is recorded"
+
+
 def test_without_any_executed_notebook_it_says_what_to_do(small: Path) -> None:
     with pytest.raises(report.ReportError, match="run `needlework run` first"):
         cli.rebuild([])
@@ -272,7 +287,7 @@ def test_a_notebook_that_was_not_executed_is_named_on_the_page(small: Path) -> N
     nb = writer.read_twin(small / "notebooks/src/00_words.py")
     (small / "notebooks/00_words.ipynb").write_text(nbformat.writes(nb))
     assert cli.rebuild([]) == 0
-    assert "Not executed: 01_end" in (small / "report/context-loss/index.html").read_text()
+    assert "1 notebook not executed</summary>01_end" in (small / "report/context-loss/index.html").read_text()
 
 
 def test_maths_is_mathml_and_never_raw_tex() -> None:

@@ -20,6 +20,7 @@ from needlework.workbook.verdict import summary
 
 if TYPE_CHECKING:
     from needlework.workbook import explorers, figures, machine, tables
+    from needlework.workbook.browse import trials
 
 __all__ = [
     "CannotAnswer",
@@ -41,10 +42,13 @@ __all__ = [
     "start",
     "summary",
     "tables",
+    "trials",
 ]
 
 
 def __getattr__(name: str) -> Any:  # the modules that draw need matplotlib; they are loaded when first used
+    if name == "trials":
+        return importlib.import_module(f"{__name__}.browse").trials
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

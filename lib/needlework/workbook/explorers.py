@@ -113,7 +113,7 @@ class Explorer:
                 f'<label for="{self.id}-{i}">{label}</label>'
             )
             caption = f"<p class='nw-choice'>{tables.escape(self.name, 80)}: {label}</p>"
-            bodies.append(f"<div>{caption}{self.frame(choice)}</div>")
+            bodies.append(f"<div tabindex='0'>{caption}{self.frame(choice)}</div>")
             rules.append(f"#{self.id}-{i}:checked~.nw-frames>:nth-child({i + 1})")
         style = (
             f"@media screen{{#{self.id} .nw-frames>*{{display:none}}{','.join(rules)}{{display:block}}"

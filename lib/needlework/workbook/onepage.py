@@ -200,7 +200,7 @@ def _grid_html(arm: str, grid: Mapping[str, Any]) -> str:
     )
 
 
-def _graded(trials: pd.DataFrame) -> pd.DataFrame:
+def graded(trials: pd.DataFrame) -> pd.DataFrame:
     """Measured questions about a value in the prompt, without controls, with `hit`."""
     rows = trials.assign(hit=analysis.hits(trials)).dropna(subset=["hit"])
     if "control" in rows:
@@ -210,7 +210,7 @@ def _graded(trials: pd.DataFrame) -> pd.DataFrame:
 
 def _question(trials: pd.DataFrame) -> dict[str, Any]:
     """A wrong answer, if possible one whose question another arm was asked and answered right."""
-    rows = _graded(trials)
+    rows = graded(trials)
     need = ["arm", "question", "expected", "answer", "prompt_tokens", "needle_token"]
     if not set(need) <= set(rows) or rows.empty:
         return {}
@@ -242,7 +242,7 @@ def _question(trials: pd.DataFrame) -> dict[str, Any]:
 
 def _grids(trials: pd.DataFrame) -> dict[str, Any]:
     """Found of asked for each arm, in octaves of prompt length and of place."""
-    rows = _graded(trials)
+    rows = graded(trials)
     if not {"prompt_tokens", "needle_token"} <= set(rows):
         return {}
     rows = rows.dropna(subset=["prompt_tokens", "needle_token"])
@@ -273,7 +273,7 @@ def _octave(values: pd.Series) -> pd.Series:
 
 def _repro(trials: pd.DataFrame) -> str:
     """The script, with lengths and depth at which this deployment loses; the ordinary ladder where it loses nothing."""
-    rows = _graded(trials)
+    rows = graded(trials)
     if not {"prompt_tokens", "depth"} <= set(rows) or not (rows["hit"] == 0).any():
         return analysis.Ledger("").reproduction()
     missed = rows[rows["hit"] == 0].dropna(subset=["prompt_tokens", "depth"])

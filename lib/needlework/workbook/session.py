@@ -86,7 +86,7 @@ class Source:
     def _repr_html_(self) -> str:
         return "".join(
             f"<details{' open' if i else ''}><summary>Source of <code>{html.escape(name)}</code></summary>"
-            f"<pre><code>{html.escape(text)}</code></pre></details>"
+            f"<pre tabindex='0'><code>{html.escape(text)}</code></pre></details>"
             for i, (name, text) in enumerate(self.parts)
         )
 

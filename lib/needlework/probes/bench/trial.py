@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -126,7 +127,18 @@ def before(a: Ask, prompt: Prompt, *, run: str, ordinal: int) -> Row:
         "needle": prompt.spec.needle,
         "prompt_sha": prompt.sha256,
         "layout": prompt.layout,
+        "spec": _beside(prompt),
     }
+
+
+def _beside(prompt: Prompt) -> str:
+    """What else decides about the text, as JSON: with it, the layout and the other columns the prompt can be written
+    once more."""
+    first = prompt.text.partition("\n")[0]
+    names = ("needles", "ask", "distractors", "style", "pad", "from_start", "from_end")
+    usual = PromptSpec(prompt.spec.target_tokens)
+    more = {n: v for n in names if (v := getattr(prompt.spec, n)) != getattr(usual, n)}
+    return json.dumps(more | {"salt": "".join(first.removeprefix("Set ").rstrip(".").split())})
 
 
 def sent_columns(prompt: Prompt) -> Row:
