@@ -22,6 +22,8 @@ from pygments.lexers import PythonLexer
 from pygments.styles import get_style_by_name
 from pygments.token import STANDARD_TYPES, Token, _TokenType
 
+from needlework_press import writer
+
 # richest form first; the live widget view is not among them, its still is text/html
 ORDER = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain")
 MAX_TEXT = 20_000
@@ -173,7 +175,7 @@ def notebook(nb: NotebookNode, number: str) -> tuple[str, str, str]:
     title, question = "", ""
     for place, cell in enumerate(nb.cells):
         tags = cell.metadata.get("tags", ())
-        if "remove-cell" in tags:
+        if "remove-cell" in tags or (cell.cell_type == "code" and not cell.outputs and writer.checks(cell.source)):
             continue
         prefix = f"nb{number}-{place}"
         if cell.cell_type == "markdown":

@@ -3,6 +3,8 @@ when it is stale."""
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import hashlib
 import importlib.util
 import re
@@ -49,7 +51,8 @@ def read_twin(twin: Path) -> NotebookNode:
 
 
 def tidy_inputs(nb: NotebookNode) -> NotebookNode:
-    """Keep of a notebook's inputs only what is canonical: cell kind, source and tags; set ids and kernel."""
+    """Keep of a notebook's inputs only what is canonical: cell kind, source and tags; set ids and kernel. JupyterLab
+    folds what checks or draws."""
     seen: dict[str, int] = {}
     cells = []
     for cell in nb.cells:
@@ -60,11 +63,21 @@ def tidy_inputs(nb: NotebookNode) -> NotebookNode:
         fresh = make(source=cell.source, id=digest)
         if tags := cell.metadata.get("tags"):
             fresh.metadata["tags"] = list(tags)
+        if cell.cell_type == "code" and (checks(cell.source) or "figures.show(" in cell.source):
+            fresh.metadata["jupyter"] = {"source_hidden": True}
         cells.append(fresh)
     fresh_nb = nbformat.v4.new_notebook(cells=cells)
     fresh_nb.metadata["kernelspec"] = {"display_name": "Python 3", "language": "python", "name": "python3"}
     fresh_nb.metadata["language_info"] = {"name": "python"}
     return fresh_nb
+
+
+def checks(source: str) -> bool:
+    """Whether a cell does nothing but assert: the notebook's own test, which the report leaves out."""
+    with contextlib.suppress(SyntaxError):  # magic
+        found = ast.parse(source).body
+        return bool(found) and all(isinstance(statement, ast.Assert) for statement in found)
+    return False
 
 
 def write_twin(notebook: Path, twin: Path) -> bool:
@@ -73,6 +86,7 @@ def write_twin(notebook: Path, twin: Path) -> bool:
     nb = tidy_inputs(nbformat.read(notebook, as_version=4))
     for cell in nb.cells:
         cell.pop("id", None)
+        cell.metadata.pop("jupyter", None)
     nb.metadata.pop("language_info", None)
     nb.metadata["jupytext"] = {"notebook_metadata_filter": "kernelspec", "cell_metadata_filter": "tags"}
     text = jupytext.writes(nb, fmt="py:percent")

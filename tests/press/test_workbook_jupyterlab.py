@@ -48,7 +48,7 @@ def draw(n):
     return workbook.figures.picture(fig, f"A line that rises from zero to {n} in one step.")
 
 # %%
-workbook.explorers.Slider.over("height", draw, [1, 2, 3])
+workbook.explorers.Slider("height", draw, choices=[1, 2, 3])
 """
 FAILS = "# %%\nimport sys\n\n# %%\nraise ValueError('planted')\n"
 

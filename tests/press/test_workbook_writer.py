@@ -7,7 +7,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from needlework.workbook import tables
-from needlework_press import trace, writer
+from needlework_press import render, trace, writer
 
 STAMP = {"source": "0", "data": {}, "library": {}, "versions": {}}
 
@@ -116,3 +116,21 @@ def test_staleness_names_what_changed(small: Path) -> None:
     assert writer.why_stale(notebook, twin, small) == "data/incidents/one/words.txt changed"
     twin.write_text(twin.read_text() + "\n")
     assert writer.why_stale(notebook, twin, small) == "its source changed"
+
+
+def test_what_checks_or_draws_is_folded_and_comes_back_without_a_trace(tmp_path: Path) -> None:
+    twin = tmp_path / "01_quiet.py"
+    sources = (
+        "assert 1 < 2, 'x'\nassert True",
+        "fig = f()\nworkbook.figures.show(fig, alt='x')",
+        "x = 1\nassert x",
+        "x = (",
+    )
+    twin.write_text("\n\n".join(f"# %%\n{source}" for source in sources) + "\n")
+    before = twin.read_text()
+    nb = writer.read_twin(twin)
+    assert [c.metadata.get("jupyter", {}).get("source_hidden", False) for c in nb.cells] == [True, True, False, False]
+    (tmp_path / "01_quiet.ipynb").write_text(nbformat.writes(nb))
+    assert not writer.write_twin(tmp_path / "01_quiet.ipynb", twin) and twin.read_text() == before
+    body = render.notebook(nb, "01")[2]
+    assert body.count('class="code"') == 3 and "1 &lt; 2" not in body and "assert 1" not in body

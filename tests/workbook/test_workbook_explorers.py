@@ -36,7 +36,7 @@ def test_one_bundle_has_both_forms() -> None:
 
 
 def test_live_slider_changes_its_picture_and_value() -> None:
-    slider = explorers.Slider.over("width", lambda v: f"frame {v}", [10, 20, 30])
+    slider = explorers.Slider("width", lambda v: f"frame {v}", choices=[10, 20, 30])
     control, body, *_ = slider.live().children
     assert "frame 10" in body.value and slider.value == 10
     control.value = 30
@@ -62,7 +62,7 @@ def test_hostile_names_choices_and_frames_stay_text() -> None:
 
 def test_many_choices_are_thinned_in_the_still_and_it_says_so() -> None:
     drawn: list[int] = []
-    slider = explorers.Slider.over("n", lambda v: drawn.append(v) or str(v), range(100), start=50)
+    slider = explorers.Slider("n", lambda v: drawn.append(v) or str(v), choices=range(100), start=50)
     still = slider.still()
     assert still.count('type="radio"') == 13 and {0, 50, 99} <= set(drawn) and "87 further choices" in still
 

@@ -27,13 +27,7 @@ FIGURES = {
     "heat": lambda: figures.heat_map(
         pd.DataFrame(np.arange(6.0).reshape(2, 3), columns=["a", "b", HOSTILE]), value="x"
     ),
-    "signed": lambda: figures.heat_map(pd.DataFrame([[-1.0, 2.0], [np.nan, 0.0]]), signed=True),
-    "bytes": lambda: figures.byte_map(
-        np.arange(64, dtype=np.uint8).reshape(4, 16), regions={"a": (0, 8)}, marks=[(1, 2)]
-    ),
-    "timeline": lambda: figures.timeline(
-        pd.DataFrame({"time": [0, 2], "lane": ["a", HOSTILE], "label": ["x", HOSTILE]})
-    ),
+    "gaps": lambda: figures.heat_map(pd.DataFrame([[-1.0, 2.0], [np.nan, 0.0]])),
     "paired": lambda: figures.paired_table(3, 2, 1, 0, first="combined", second=HOSTILE),
 }
 
@@ -139,16 +133,3 @@ def test_a_large_drawing_becomes_a_small_png() -> None:
     ax.scatter(rng.random(6000), rng.random(6000), s=3)
     found = figures.picture(fig, "A cloud of six thousand points without any order.")
     assert found.mime == "image/png" and len(found.data) < 200_000
-
-
-def test_byte_map_says_what_it_wants() -> None:
-    with pytest.raises(ValueError, match=r"uint8 \[rows, bytes\], got float64 \[2, 2\]"):
-        figures.byte_map(np.zeros((2, 2)))
-
-
-def test_timeline_counts_from_the_first_event() -> None:
-    events = pd.DataFrame(
-        {"time": ["2026-01-01T00:00:05Z", "2026-01-01T00:00:02Z"], "lane": ["a", "b"], "label": ["x", "y"]}
-    )
-    ax = figures.timeline(events).axes[0]
-    assert sorted(float(line.get_xdata()[0]) for line in ax.lines) == [0.0, 3.0]

@@ -6,7 +6,7 @@ operable by keyboard, and every frame is printed. A widget always has a default 
 again keeps
 the value that was chosen.
 
-`Slider(frames)` and `Picker(frames)` take prepared frames; `Slider.over(function, values)` draws them. A frame is a
+`Slider` and `Picker` take prepared frames, or a function that draws one and the choices. A frame is a
 Figure with alt text
 (`frame(fig, alt=…)`), a Styler or anything with `_repr_html_`, or plain text (escaped).
 """
@@ -169,12 +169,6 @@ class Slider(Explorer):
     """An explorer for ordered choices."""
 
     control = "slider"
-
-    @classmethod
-    def over(cls, name: str, draw: Callable[[Any], Any], values: Iterable[Any], **options: Any) -> Slider:
-        """A slider that draws a frame when its value is first chosen; `draw(value)` returns a Picture, Styler or
-        text."""
-        return cls(name, draw, choices=values, **options)
 
 
 class Picker(Explorer):

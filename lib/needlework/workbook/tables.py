@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import html
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -14,6 +14,7 @@ from pandas.io.formats.style import Styler
 from needlework.serving.scrub import MAX_CHARS, plain
 
 MAX_ROWS = 60
+DIGITS = 3  # behind the point
 
 
 def escape(text: object, max_chars: int = MAX_CHARS) -> str:
@@ -21,20 +22,15 @@ def escape(text: object, max_chars: int = MAX_CHARS) -> str:
     return html.escape(plain(text, max_chars))
 
 
-def _shown(digits: int) -> Callable[[Any], str]:
-    def render(value: Any) -> str:
-        if value is None or (
-            not isinstance(value, (list, dict, tuple, set)) and pd.api.types.is_scalar(value) and pd.isna(value)
-        ):
-            return "–"
-        if isinstance(value, numbers.Real) and not isinstance(value, (bool, numbers.Integral)):
-            small_or_huge = not 10.0**-digits <= abs(float(value)) < 1e15
-            return f"{value:.{digits}g}" if small_or_huge else f"{value:,.{digits}f}".rstrip("0").rstrip(".")
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            return f"{value:,}"
-        return escape(value)
-
-    return render
+def _shown(value: Any) -> str:
+    if value is None or (pd.api.types.is_scalar(value) and pd.isna(value)):
+        return "–"
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        small_or_huge = not 10.0**-DIGITS <= abs(float(value)) < 1e15
+        return f"{value:.{DIGITS}g}" if small_or_huge else f"{value:,.{DIGITS}f}".rstrip("0").rstrip(".")
+    return escape(value)
 
 
 def table(
@@ -42,40 +38,26 @@ def table(
     caption: str,
     *,
     formats: Mapping[str, str | Callable[[Any], str]] | None = None,
-    order: Sequence[str] = (),
-    limits: tuple[float | None, float | None] = (None, None),
-    digits: int = 3,
-    index: bool = False,
-    max_rows: int = MAX_ROWS,
 ) -> Styler:
     """A table for notebook and report: `frame` under `caption`.
 
-    formats: column -> format string ("{:.1%}") or function returning text (escaped here too). order: numeric columns
-    shaded with cividis
-    (the number stays printed); limits: their (low, high). index: show the index. At most max_rows rows are shown and
-    the caption says so.
+    formats: column -> format string ("{:.1%}") or function returning text (escaped here too). At most MAX_ROWS rows are
+    shown and the caption says so.
     Every cell, header and index label is stripped of ANSI and control characters, cut at 240 characters, and
     HTML-escaped.
     """
     data = frame.to_frame() if isinstance(frame, pd.Series) else frame
     total = len(data)
-    data = data.head(max_rows).copy()
-    if not data.index.is_unique:
-        data = data.reset_index(drop=not index)
+    data = data.head(MAX_ROWS).reset_index(drop=True)
     data.columns = pd.Index(_unique(plain(c, 80) for c in data.columns))
-    note = f" (first {max_rows:,} of {total:,} rows)" if total > max_rows else ""
+    note = f" (first {MAX_ROWS:,} of {total:,} rows)" if total > MAX_ROWS else ""
     uuid = hashlib.sha256(f"{caption}|{data.to_csv()}".encode()).hexdigest()[:8]
     styler = Styler(data, uuid=uuid, cell_ids=False).set_caption(escape(caption + note, 300))
-    styler = styler.format(_shown(digits), subset=list(data.columns))
+    styler = styler.format(_shown, subset=list(data.columns))
     for column, wanted in (formats or {}).items():
         styler = styler.format(_formatter(wanted), subset=[column])
-    styler = styler.format_index(escape, axis=1).format_index(escape, axis=0)
-    numeric = [c for c in order if c in data.columns and pd.api.types.is_numeric_dtype(data[c])]
-    if numeric and total:
-        styler = styler.background_gradient(cmap="cividis", subset=pd.Index(numeric), vmin=limits[0], vmax=limits[1])
-    if not index:
-        styler = styler.hide(axis="index")
-    return styler.set_table_styles(_alignment(data))
+    styler = styler.format_index(escape, axis=1)
+    return styler.hide(axis="index").set_table_styles(_alignment(data))
 
 
 def power(value: float) -> str:
