@@ -43,6 +43,11 @@ def main(argv: list[str]) -> int:
     }
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves the block below in order
     began = time.monotonic()
+    what = (
+        "one server" if arguments.mode == "combined" else f"a prefill and a decode server, {arguments.router}'s router"
+    )
+    faults = f" with {', '.join(arguments.fault)}" if arguments.fault else ", healthy"
+    print(f"starting {what}{faults}; this takes some 5 to 15 s …", file=sys.stderr, flush=True)
     try:
         with start(faults=tuple(arguments.fault), retries=arguments.retries, **options) as deployment:
             print(summary(deployment), f"(ready after {time.monotonic() - began:.1f} s)", sep="\n", flush=True)

@@ -14,7 +14,6 @@
 # ## Start
 
 # %%
-import json
 import os
 
 import pandas as pd
@@ -160,12 +159,7 @@ assert len({ranked.code for ranked in diagnosis.ranked}) == len(shares)
 # two causes that look alike from outside: guess which two.
 
 # %%
-digests = {}
-for sent in [] if live else sorted(bundle.pages.glob("prefill-*.json")):
-    received = sent.with_name(sent.name.replace("prefill", "decode", 1))
-    digests[sent.stem.removeprefix("prefill-")] = (
-        json.loads(sent.read_text())["digest"] == json.loads(received.read_text())["digest"]
-    )
+digests = {} if live else workbook.digests(bundle)
 print(", ".join(f"{name}: {'equal' if same else 'differs'}" for name, same in digests.items()) or "no dumps here")
 
 # %%

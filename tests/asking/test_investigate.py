@@ -67,6 +67,15 @@ def test_nothing_is_sent_before_the_budget_is_confirmed(tmp_path):
         assert not mock.requests
 
 
+@pytest.mark.parametrize(("dialect", "said"), [("openai", "no window is stated"), ("vllm", "for 131,072 the 40,000")])
+def test_how_far_prompts_go_is_said(dialect, said):
+    with mock_endpoint(dialect) as server:
+        found = investigate(Endpoint(server.base_url), requests=12, tokens=40_000)
+    (told,) = [warning for warning in found.warnings if "prompts of at most" in warning]
+    longest = int(told.split()[4].replace(",", ""))
+    assert said in told and found.trials["target_tokens"].max() <= longest < 40_000
+
+
 def test_arms_get_the_same_bytes_and_a_folder_of_other_arms_is_refused(tmp_path):
     with mock_endpoint() as whole, mock_endpoint(lose=beyond_3000) as split:
         arms = {"combined": Endpoint(whole.base_url), "pd": Endpoint(split.base_url)}

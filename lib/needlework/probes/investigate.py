@@ -445,6 +445,9 @@ def investigate(
                 window = min(told, default=None)
                 space = space_for(list(arms), window=window, requests=most, tokens=tokens, **shared)
             hands.space = space
+            if old is None and (window is None or space.highest < 0.9 * window):
+                why = f"for {window:,} the {tokens:,} prompt tokens would not do" if window else "no window is stated"
+                hands.first.warn(f"prompts of at most {space.highest:,} tokens are asked: {why}; longer ones stay open")
             course = Course(
                 space, hands, journal.decide, tuple(journal.records), _others(journal, space, known), most,
                 exclude or EXCLUDE, stated, say or (lambda sentence: None),

@@ -15,7 +15,7 @@ from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
 from needlework.workbook.onepage import brief
 from needlework.workbook.remedies import advice
-from needlework.workbook.session import measured, source, start
+from needlework.workbook.session import digests, measured, source, start
 from needlework.workbook.verdict import summary
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "advice",
     "brief",
     "deployed",
+    "digests",
     "explorers",
     "figures",
     "incident",

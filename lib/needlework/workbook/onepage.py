@@ -100,7 +100,7 @@ def brief(
     question = _question(trials)
     made = Brief(
         title, _sentences(lead), law, judged, shown, question, _grids(trials), tuple(s for s in spots if s),
-        str(diagnosis.next_tests[0]) if diagnosis.next_tests else "none is left to run", "", repro,
+        _sentences(str(diagnosis.next_tests[0]), lead) if diagnosis.next_tests else "none is left to run", "", repro,
     )  # fmt: skip
     return Brief(**{**asdict(made), "issue": _issue(made, diagnosis, dict(config or {}), list(command))})
 
@@ -312,11 +312,12 @@ def _issue(found: Brief, diagnosis: Diagnosis, config: dict[str, Any], command: 
     )
 
 
-def _sentences(lead: str) -> str:
-    """The verdict in titles: each code followed by what it stands for."""
-    codes = list(dict.fromkeys(re.findall(r"\b[FN]\d{1,2}\b", lead)))
-    told = [f"{code}: {analysis.MECHANISMS[code].title}" for code in codes if code in analysis.MECHANISMS]
-    return lead + (f" ({'; '.join(told)})" if len(told) > 1 else "")
+def _sentences(text: str, said: str = "") -> str:
+    """The text, and what each of its codes stands for, unless the text or what was `said` before tells that."""
+    codes = [c for c in dict.fromkeys(re.findall(r"\b[FN]\d{1,2}\b", text)) if c in analysis.MECHANISMS]
+    titles = {code: analysis.MECHANISMS[code].title for code in codes}
+    told = [f"{code}: {title}" for code, title in titles.items() if title not in text + said]
+    return text + (f" ({'; '.join(told)})" if told else "")
 
 
 def _plain_verdict(diagnosis: Diagnosis, lead: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.metadata
 import inspect
+import json
 import os
 import platform
 import random
@@ -12,7 +13,10 @@ import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from needlework.evidence import Bundle
 
 SHOWN = ("torch", "numpy", "pandas", "matplotlib")
 EARLIER = "NEEDLEWORK_RUNS"  # folders of what other notebooks of the same run have measured, set by the runner
@@ -72,6 +76,14 @@ def measured() -> list[Path]:
     """Run folders of what the other notebooks of this `needlework run` have measured on its target; none where this
     notebook runs alone, or on the target that it has by default."""
     return [Path(name) for name in os.environ.get(EARLIER, "").split(os.pathsep) if name]
+
+
+def digests(bundle: Bundle) -> dict[str, bool]:
+    """Buffer -> whether both sides of the transfer hold the same content, from the page dumps that the bundle keeps."""
+    sides = [(sent, sent.with_name(sent.name.replace("prefill", "decode", 1)))
+             for sent in sorted(bundle.pages.glob("prefill-*.json"))]  # fmt: skip
+    read = [[json.loads(path.read_text("utf-8"))["digest"] for path in pair] for pair in sides]
+    return {sent.stem.removeprefix("prefill-"): a == b for (sent, _), (a, b) in zip(sides, read, strict=True)}
 
 
 @dataclass(frozen=True)
