@@ -31,9 +31,6 @@ BROWSER_FLAGS = [
 ]
 
 
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-
-
 __all__ = ["BROWSER_FLAGS", "ReportError", "browser", "build", "page", "problems", "take_picture"]
 
 
@@ -178,7 +175,7 @@ def page(
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{onepage.POLICY}">'
         f'<title>{name} · Needlework</title><link rel="icon" href="data:,"><style>{css}</style></head><body>'
         '<a class="skip" href="#main">Skip to the report</a>'
         f"<header><h1>{name}</h1><p>{tables.escape(subtitle, 200)}</p></header>"

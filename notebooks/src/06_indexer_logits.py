@@ -176,7 +176,9 @@ growth = "within its limit at every length" if wrong.empty else f"past its limit
 # %% tags=["hide-input"]
 if lengths["norm_error"].notna().any():
     workbook.figures.show(
-        kernel_figures.error_by_length(lengths.dropna(), limit, title=f"{candidate}: {growth}"),
+        kernel_figures.accuracy(
+            lengths.dropna().assign(layout="one needle a row", data="needle"), {"one needle a row": limit}
+        ),
         alt=f"Norm error against float64 over {mine.index.min():,} to {mine.index.max():,} keys of the float32 reference and of the "
         f"kernel under test, which is {growth}; the limit is drawn",
     )

@@ -250,7 +250,8 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 
 # %%
 seen = [law.sentence for law in diagnosis.laws[:2] if law.share > 0.05] + list(diagnosis.seen)
-advised = [workbook.advice(code) for code in diagnosis.causes]
+named = [analysis.MECHANISMS[code] for code in diagnosis.causes]
+advised = [f"Meanwhile: {one.meanwhile}. Then: {one.look}." for one in named]
 first = str(diagnosis).split("\n", 1)[0]
 what = opened.describe() if live else f"Incident {bundle.name}"
 when = {"Version": stated.version, "Engine": "" if live else bundle.settings.get("incident", {}).get("engine", "")}
@@ -263,7 +264,7 @@ workbook.summary(
     confidence=f"{diagnosis.confidence}, from {diagnosis.measured:,} measured trials. Only classes that somebody has described "
     "are ranked; the cause may be another one.",
     next_step=" ".join(
-        [*map(str, advised), f"{'Next: ' if advised else ''}{(diagnosis.next_tests[-1] if advised else tests[0])}."]
+        [*advised, f"{'Next: ' if advised else ''}{(diagnosis.next_tests[-1] if advised else tests[0])}."]
     ),
 )
 

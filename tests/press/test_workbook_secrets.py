@@ -27,7 +27,7 @@ target = ""
 with workbook.open_target(target) as opened:
     found = probes.recall(opened.first, "RUN", lengths=(96,), depths=(0.5,), repeats=REPEATS, max_tokens=400)
 print(found)
-workbook.tables.table(found.trials[["answer", "error", "outcome"]], "All of it", max_rows=1000)
+workbook.tables.table(found.trials[["answer", "error", "outcome"]], "All of it")
 """
 
 

@@ -61,10 +61,8 @@ def test_an_arm_without_a_tokenizer_borrows_one_or_names_one() -> None:
 
 def test_there_is_advice_on_every_class_of_fault() -> None:
     for code in analysis.MECHANISMS:
-        told = workbook.advice(code)
-        assert told.meanwhile and told.look and str(told).startswith("Meanwhile: ")
-    with pytest.raises(ValueError, match="no advice on 'F99'"):
-        workbook.advice("F99")
+        told = analysis.MECHANISMS[code]
+        assert told.meanwhile and told.look and told.test
 
 
 @pytest.mark.parametrize(

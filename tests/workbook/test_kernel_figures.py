@@ -15,7 +15,7 @@ def test_figures_have_their_axes_and_alt_text():
     shift = pd.DataFrame({"format": ["exact", "fp4"], "needle": [0, 0], "rank": [3, 5]})
     steps = pd.DataFrame({"target_tokens": [64], "first_step": [0.0]})
     drawn = [
-        kernel_figures.error_by_length(lengths, 1e-3),
+        kernel_figures.accuracy(lengths.assign(layout="x", data="needle"), {"x": 1e-3}),
         kernel_figures.recall_by_budget(ranks, [4, 16], lambda n, k: 0.5),
         kernel_figures.rank_shift(shift, by="format", exact="exact", mark=4),
         engine_figures.first_step_distances({"a": steps}, budget=9),

@@ -14,7 +14,6 @@ from needlework.serving.settings import deployed
 from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
 from needlework.workbook.onepage import brief
-from needlework.workbook.remedies import advice
 from needlework.workbook.session import digests, measured, source, start
 from needlework.workbook.verdict import summary
 
@@ -26,7 +25,6 @@ __all__ = [
     "CannotAnswer",
     "Target",
     "TargetError",
-    "advice",
     "brief",
     "deployed",
     "digests",

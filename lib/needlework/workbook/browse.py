@@ -10,7 +10,7 @@ import pandas as pd
 
 from needlework.probes.bench import prompts
 from needlework.workbook import onepage, tables
-from needlework.workbook.explorers import Explorer
+from needlework.workbook.explorers import Explorer, Markup
 
 MOST_ROWS = 12  # of the still table
 MOST_LISTED = 400  # of the live list
@@ -62,14 +62,14 @@ class Trials(Explorer):
         self.rows = rows.sort_values(order, kind="stable", ignore_index=True)
         super().__init__(title, self._drawn, choices=range(len(self.rows)))
 
-    def _drawn(self, number: int) -> _Frame:
+    def _drawn(self, number: int) -> Markup:
         row = self.rows.iloc[number].to_dict()
         twin = self.rows.get("prompt_sha")
         same = self.rows[twin.eq(row["prompt_sha"])] if twin is not None and row.get("prompt_sha") else self.rows[:0]
         shown = pd.concat([self.rows.iloc[[number]], same.drop(index=number, errors="ignore")]).head(MOST_ROWS)
         told = self._table(shown, "This trial, and others that got the same prompt")
         question = tables.escape(row.get("question") or "", 400)
-        return _Frame(f"<p>{question}</p>{told}<pre tabindex='0'>{tables.escape(excerpt(row), 4000)}</pre>")
+        return Markup(f"<p>{question}</p>{told}<pre tabindex='0'>{tables.escape(excerpt(row), 4000)}</pre>")
 
     @staticmethod
     def _table(rows: pd.DataFrame, caption: str) -> str:
@@ -137,14 +137,6 @@ class Trials(Explorer):
     def __str__(self) -> str:
         missed = int((self.rows["hit"] == 0).sum())
         return f"{self.name}: {missed:,} of {len(self.rows):,} answers are misses"
-
-
-class _Frame:
-    def __init__(self, text: str):
-        self.text = text
-
-    def _repr_html_(self) -> str:
-        return self.text
 
 
 def trials(found: Any, title: str = "Trials") -> Trials | str:

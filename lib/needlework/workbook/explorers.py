@@ -42,6 +42,13 @@ def frame(content: Any, alt: str | None = None) -> str:
     return f"<p>{tables.escape(content, 2000)}</p>"
 
 
+class Markup(str):
+    """HTML that stands as it is."""
+
+    def _repr_html_(self) -> str:
+        return str(self)
+
+
 class Explorer:
     """Base of every explorer: named choices, one HTML frame per choice, a live widget and a still.
 

@@ -35,24 +35,6 @@ def under_test(spec: str, operation: str) -> Callable[..., Any]:
     return chosen.functions[operation]
 
 
-def error_by_length(table: pd.DataFrame, limit: float, *, by: str = "kernel", title: str = "") -> Figure:
-    """Norm error against the number of keys, both logarithmic, with the limit drawn; table: keys, norm_error, and
-    `by`."""
-    fig, axes = figures.new()
-    for i, (name, rows) in enumerate(table.groupby(by, sort=True)):
-        rows = rows.sort_values("keys")
-        error = rows["norm_error"].clip(lower=1e-9)
-        axes.plot(rows["keys"], error, marker=figures.MARKERS[i], color=figures.OKABE_ITO[i], label=figures.label(name))
-    axes.axhline(limit, color="#555555", ls=":", lw=1)
-    axes.annotate("limit", (table["keys"].min(), limit), xytext=(2, 3), textcoords="offset points", fontsize=8)
-    figures.log_tokens(axes)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0e}"))
-    axes.set(xlabel="keys in the row", ylabel="norm error against float64", title=figures.label(title, 90))
-    axes.legend()
-    return fig
-
-
 def accuracy(rows: pd.DataFrame, limits: dict[str, float]) -> Figure:
     """Norm error against row length, one panel a layout: a colour a kernel (its band spans the distributions, its line
     is their median), a marker a distribution. rows: layout, kernel, data, keys, norm_error (an exact result is not

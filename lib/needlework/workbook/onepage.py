@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,27 +28,6 @@ if TYPE_CHECKING:
 
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 NAMES = ("summary.html", "issue.md", "repro.py")
-_CSS = """\
-:root{color-scheme:light dark;--ink:#1b1f24;--soft:#57606a;--paper:#fff;--panel:#f6f8fa;--line:#d0d7de}
-@media screen and (prefers-color-scheme:dark){:root{--ink:#e6edf3;--soft:#9da7b3;--paper:#0d1117;
---panel:#161b22;--line:#3d444d}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:58rem;padding:1rem;background:var(--paper);
-color:var(--ink);font:16px/1.5 system-ui,"Segoe UI","DejaVu Sans",sans-serif;overflow-wrap:anywhere}
-h1{font-size:1.5rem;line-height:1.25;margin:.2rem 0}h2{font-size:1.08rem;margin:1.1rem 0 .3rem;
-break-after:avoid}p,ul{margin:.3rem 0}
-.facts,.soft,caption,th{color:var(--soft)}section{break-inside:avoid}
-.answers,.grids{display:flex;flex-wrap:wrap;gap:.8rem}.answers>div{flex:1 1 15rem;border:1px solid var(--line);
-border-left:6px solid #0072b2;border-radius:6px;padding:.5rem .8rem;background:var(--panel)}
-.answers>.lost{border-left-color:#d55e00}blockquote{margin:.2rem 0;font-size:1.05rem}
-.scroll{overflow-x:auto}table{border-collapse:collapse;font-variant-numeric:tabular-nums;font-size:.88rem}
-caption{text-align:left;padding:.2rem 0}
-th{font-weight:400;text-align:right;padding:.15rem .45rem;white-space:nowrap}td{text-align:center;
-padding:.15rem .45rem;border:1px solid var(--line);min-width:3.2rem;print-color-adjust:exact;
--webkit-print-color-adjust:exact}
-td.all{background:#0072b2;color:#fff}td.some{background:#e8c547;color:#1b1f24}td.none{background:#b04a00;
-color:#fff}
-@page{size:A4;margin:14mm}@media print{body{font-size:11.5px;padding:0;max-width:none}}
-"""
 
 
 @dataclass(frozen=True)
@@ -161,11 +141,12 @@ def page(found: Brief, *, whole: str = "") -> str:
         f'<a href="issue.md">issue.md</a>; to see it yourself: <a href="repro.py">repro.py</a>.{beside}</p></section>'
     )
     title = escape(found.title, 200)
+    css = resources.files("needlework.workbook").joinpath("onepage.css").read_text("utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><title>{title}</title>'
-        f'<link rel="icon" href="data:,"><style>{_CSS}</style></head><body><main><h1>{title}</h1>'
+        f'<link rel="icon" href="data:,"><style>{css}</style></head><body><main><h1>{title}</h1>'
         f'<p class="facts">{facts}</p>{"".join(parts)}</main></body></html>\n'
     )
 

@@ -16,7 +16,7 @@ from needlework.pages import Dump, Layout
 from needlework.pages.findings import marks
 from needlework.pages.formats import FORMATS
 from needlework.workbook import figures, tables
-from needlework.workbook.explorers import Slider
+from needlework.workbook.explorers import Markup, Slider
 
 SHADES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#dddddd")
 STATES = {"arrived": "#56B4E9", "missing": "#D55E00", "other content": "#E69F00", "not used": "#f2f2f2"}
@@ -91,14 +91,6 @@ def page_view(raw: torch.Tensor, layout: Layout, page_tokens: int = 64, *, slot:
     return fig
 
 
-class _Frame:
-    def __init__(self, *parts: str):
-        self.parts = parts
-
-    def _repr_html_(self) -> str:
-        return "".join(self.parts)
-
-
 class PageExplorer(Slider):
     """Walk through a dump: page, slot and field; bytes in hex beside what they are worth, and the page's scales.
 
@@ -131,10 +123,10 @@ class PageExplorer(Slider):
             rows.append((page * layout.page_bytes(tokens) + int(address[n * step]), bytes(chunk).hex(" "), worth))
         return pd.DataFrame(rows, columns=["byte in the pool", "hex", "worth"])
 
-    def _draw(self, page: int) -> _Frame:
+    def _draw(self, page: int) -> Markup:
         return self.view(page, self.slot, self.field)
 
-    def view(self, page: int, slot: int, field: str) -> _Frame:
+    def view(self, page: int, slot: int, field: str) -> Markup:
         """The picture and the table of one choice."""
         dump = self.dump
         raw = dump.raw[page : page + 1]
@@ -149,7 +141,7 @@ class PageExplorer(Slider):
         )
         picture = figures.picture(page_view(raw, layout, tokens, slot=slot, title=title), alt)
         table = tables.table(self.numbers(page, slot, field), f"Slot {slot}, {field}: bytes and their worth")
-        return _Frame(picture.to_img(), tables.to_html(table))
+        return Markup(picture.to_img() + tables.to_html(table))
 
     def live(self) -> Any:
         """Three controls over one view."""
@@ -163,7 +155,7 @@ class PageExplorer(Slider):
 
         def moved(_: Any) -> None:
             self.value = page.value
-            picture.value = self.view(page.value, slot.value, field.value)._repr_html_()
+            picture.value = self.view(page.value, slot.value, field.value)
 
         for control in (page, slot, field):
             control.observe(moved, names="value")

@@ -33,23 +33,7 @@ def versions(packages: tuple[str, ...] = SHOWN) -> dict[str, str]:
     return found
 
 
-@dataclass(frozen=True)
-class Start:
-    """What `start` set: the notebook's title, its seed and the versions in use."""
-
-    title: str
-    seed: int
-    versions: dict[str, str]
-
-    def __str__(self) -> str:
-        parts = " · ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{parts} · seed {self.seed}"
-
-    def _ipython_display_(self) -> None:
-        """Nothing: `start` has printed the line, also where its call ends a cell."""
-
-
-def start(title: str, *, seed: int = 0) -> Start:
+def start(title: str, *, seed: int = 0) -> None:
     """Seed random, numpy and (where it is imported) torch, set the figure style, and print one line of versions.
 
     The line carries no time and no host, so that two executions of a notebook give the same bytes.
@@ -67,9 +51,7 @@ def start(title: str, *, seed: int = 0) -> Start:
         from needlework.workbook import live
 
         live.enable()
-    result = Start(title, seed, versions())
-    print(result)
-    return result
+    print(" · ".join([*(f"{name} {version}" for name, version in versions().items()), f"seed {seed}"]))
 
 
 def measured() -> list[Path]:
