@@ -94,7 +94,9 @@ def _finding(nb: NotebookNode) -> str:
 def _headline(
     plan: runner.Plan, found: verdict.Summary | None, notebooks: Sequence[tuple[str, NotebookNode]] = ()
 ) -> str:
-    """What was examined, and the first sentence of the verdict on it, or of the last notebook that measured it."""
+    """What was examined, and what it loses, or the first sentence of the verdict or of the last notebook on it."""
+    if found and found.brief:
+        return found.brief.title
     arms = len(target.split_arms(plan.target or ""))
     where = {
         "lab": f"The deployment in a box ({plan.target})",

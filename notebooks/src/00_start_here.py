@@ -33,14 +33,15 @@ target = "lab"  # lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, 
 # what is needed, what for, and whether it is met here.
 
 # %%
-fitness = workbook.machine.fitness()
-fitness
+needs = workbook.machine.needs()
+workbook.tables.table(needs, "What the workbook needs of this machine")
 
 # %%
-assert fitness.fit, f"this machine lacks: {', '.join(fitness.missing)}"
+lacking = needs.loc[needs["met"] == "NO", "need"]
+print(f"this machine lacks: {', '.join(lacking)}" if len(lacking) else "everything that is required is met")
 
 # %% [markdown]
-# Everything *required* is met. Each *optional* row serves one step: without Chromium there is no picture of the report,
+# Each row that is not required serves one step: without Chromium there is no picture of the report,
 # without an SSH client no evidence from other hosts. The notebooks say so where it matters.
 
 # %% [markdown]

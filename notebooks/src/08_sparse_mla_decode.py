@@ -282,11 +282,11 @@ workbook.tables.table(checked, "Recorded: the same check on a GPU, graph replay 
 # one block ahead.
 
 # %%
-counters = kernel_figures.recorded_counters("v32")
+counters = kernel_figures.recorded_rows("v32_counters").set_index("kernel").T.rename_axis("counter").reset_index()
 workbook.tables.table(counters, "Recorded: hardware counters, V3.2 decode, 64 rows of 2,048 entries")
 
 # %%
-changed = kernel_figures.recorded_ablation("v32")
+changed = kernel_figures.recorded_rows("v32_ablation")[["change", "run", "median_us", "over_flash_mla", "output"]]
 workbook.tables.table(changed, "Recorded: V3.2 decode, 64 rows of 2,048 entries, one change at a time",
                       formats={"median_us": "{:.1f}", "over_flash_mla": "{:.2f}"})  # fmt: skip
 

@@ -169,7 +169,7 @@ diagnosis
 
 # %%
 before, after = outside.ranked[0], diagnosis.ranked[0]
-print(f"from outside: {before}; with the inside: {after}")
+print(f"from outside: {before}; with the inside: {after}" if digests else "nothing from inside is known")
 share = [{r.code: r.posterior for r in found.ranked} for found in (outside, diagnosis)]
 side_alone = digests.get("c4_kv.0") is True and not digests.get("c4_index.0", True)
 assert (
@@ -189,7 +189,7 @@ assert (
 
 # %%
 told = {"config": geometry, "version": stated.version, "command": list(stated.command) or "not known"}
-book = analysis.Ledger(incident, symptom=symptom, deployment=told)
+book = analysis.Ledger(opened.details if live else incident, symptom=symptom, deployment=told)
 suspects = {"F01": 0.1, "F04": 0.1, "F05": 0.15, "F09": 0.15, "F13": 0.15, "F14": 0.15}
 for code, prior in suspects.items():
     book = book.suspect(code, analysis.MECHANISMS[code].title, prior)
@@ -250,22 +250,18 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 
 # %%
 seen = [law.sentence for law in diagnosis.laws[:2] if law.share > 0.05] + list(diagnosis.seen)
-named = [analysis.MECHANISMS[code] for code in diagnosis.causes]
-advised = [f"Meanwhile: {one.meanwhile}. Then: {one.look}." for one in named]
-first = str(diagnosis).split("\n", 1)[0]
-what = opened.describe() if live else f"Incident {bundle.name}"
+advised = list(dict.fromkeys(analysis.MECHANISMS[code].meanwhile for code in diagnosis.causes[:2]))
+what = f"{opened.details[:1].upper()}{opened.details[1:]}" if live else f"Incident {bundle.name}"
 when = {"Version": stated.version, "Engine": "" if live else bundle.settings.get("incident", {}).get("engine", "")}
 page = workbook.brief(diagnosis, trials, what=what, facts=when, command=stated.command, config=geometry)
 workbook.summary(
     brief=page,
     symptom=symptom,
-    verdict=first,
-    evidence=seen[:5] or ["nothing is lost beyond stray misses"],
+    verdict=page.verdict,
+    evidence=[*(seen[:5] or ["nothing is lost beyond stray misses"]), page.foretold],
     confidence=f"{diagnosis.confidence}, from {diagnosis.measured:,} measured trials. Only classes that somebody has described "
     "are ranked; the cause may be another one.",
-    next_step=" ".join(
-        [*advised, f"{'Next: ' if advised else ''}{(diagnosis.next_tests[-1] if advised else tests[0])}."]
-    ),
+    next_step=f"{page.next_step}.{' Meanwhile: ' * bool(advised)}{'; or '.join(advised)}",
 )
 
 # %% [markdown]

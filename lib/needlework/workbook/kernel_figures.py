@@ -202,15 +202,6 @@ def recorded_checks(operation: str, name: str = "h200") -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["candidate", "size", "verdict"])
 
 
-def recorded_ablation(kernel: str, name: str = "h200") -> pd.DataFrame:
-    """Recorded times of a kernel with one part left out or written otherwise: change, run (figures of one run compare),
-    median_us, over_flash_mla, output (right, or wrong on purpose); no rows where none is kept."""
-    rows = _recorded(f"{kernel}_ablation_{name}").get("rows", [])
-    return pd.DataFrame(rows, columns=["change", "run", "median_us", "over_flash_mla", "output"])
-
-
-def recorded_counters(kernel: str, name: str = "h200") -> pd.DataFrame:
-    """What the hardware counted in one call of a kernel: counter by row, one column a side; no rows where none is
-    kept."""
-    rows = _recorded(f"{kernel}_counters_{name}").get("rows", [])
-    return pd.DataFrame(rows).set_index("kernel").T.rename_axis("counter").reset_index() if rows else pd.DataFrame()
+def recorded_rows(name: str) -> pd.DataFrame:
+    """The rows of another recording of one H200, such as "v32_counters" (what the hardware counted in one call)."""
+    return pd.DataFrame(_recorded(f"{name}_h200")["rows"])

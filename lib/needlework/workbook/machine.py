@@ -10,46 +10,14 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from needlework.evidence import incidents
-from needlework.workbook import tables
 
 GIB = 1 << 30
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@dataclass(frozen=True)
-class Fitness:
-    """What `fitness` found: one row per need (need, for, required, met, remedy)."""
-
-    table: pd.DataFrame
-
-    @property
-    def fit(self) -> bool:
-        """Whether everything that the default target requires is met."""
-        return bool(self.table.loc[self.table["required"], "met"].all())
-
-    @property
-    def missing(self) -> list[str]:
-        return [str(n) for n in self.table.loc[self.table["required"] & ~self.table["met"], "need"]]
-
-    def __str__(self) -> str:
-        return "this machine is fit" if self.fit else f"this machine lacks: {', '.join(self.missing)}"
-
-    def _repr_html_(self) -> str:
-        shown = self.table.assign(
-            met=[
-                "yes" if m else ("NO" if r else "no")
-                for m, r in zip(self.table["met"], self.table["required"], strict=True)
-            ],
-            required=["required" if r else "optional" for r in self.table["required"]],
-        )
-        shown["remedy"] = shown["remedy"].where(shown["met"] != "yes", "")
-        return tables.to_html(tables.table(shown, "What the workbook needs of this machine"))
 
 
 def memory_bytes() -> int:
@@ -62,8 +30,9 @@ def memory_bytes() -> int:
     return total
 
 
-def fitness() -> Fitness:
-    """Check what the notebooks need on the default target; nothing is started, nothing is sent."""
+def needs() -> pd.DataFrame:
+    """What the notebooks need on the default target (need, for, required, met, remedy where it is not); nothing is
+    started, nothing is sent."""
     root = incidents.root()
     names = ("torch", "triton", "zmq", "uvicorn", "ipywidgets")
     have = {name: importlib.util.find_spec(name) is not None for name in names}
@@ -72,7 +41,7 @@ def fitness() -> Fitness:
     cores, memory = (os.cpu_count() or 1) >= 2, memory_bytes() >= 4 * GIB
     disk, writable = shutil.disk_usage(root).free >= GIB, os.access(root, os.W_OK)
     made, debian = "make run installs it", "Debian: apt-get install"
-    required = [
+    must = [
         ("Python 3.11 or newer", "everything", sys.version_info >= (3, 11), "set PYTHON and run make again"),
         ("Linux on a 64-bit machine", "the router, Triton's interpreter", linux, "use a Linux machine or container"),
         ("2 cores or more", "two notebooks at a time, prefill beside decode", cores, "expect twice the time"),
@@ -83,15 +52,15 @@ def fitness() -> Fitness:
         ("pyzmq and uvicorn", "the lab's transfer and its HTTP", have["zmq"] and have["uvicorn"], made),
         ("ipywidgets", "sliders and pickers", have["ipywidgets"], made),
     ]
-    optional = [
+    may = [
         ("Triton", "our kernel twins, in its interpreter without a GPU", have["triton"], "the references still run"),
         ("Chromium", "tests of the report, the README's picture", browser() is not None, f"{debian} chromium"),
         ("OpenSSH client", "collecting evidence from other hosts", tools["ssh"], f"{debian} openssh-client"),
         ("journalctl", "reading a saved systemd journal", tools["journalctl"], f"{debian} systemd"),
     ]
-    rows = [(*row, True) for row in required] + [(*row, False) for row in optional]
-    frame = pd.DataFrame(rows, columns=["need", "for", "met", "remedy", "required"])
-    return Fitness(frame[["need", "for", "required", "met", "remedy"]])
+    rows = [(need, use, required, "yes" if met else "NO" if required else "no", "" if met else remedy)
+            for table, required in ((must, True), (may, False)) for need, use, met, remedy in table]  # fmt: skip
+    return pd.DataFrame(rows, columns=["need", "for", "required", "met", "remedy"])
 
 
 def browser() -> str | None:
