@@ -39,7 +39,8 @@ def mathml(tex: str, display: bool) -> str:
     """TeX as MathML; TeX that cannot be read is shown as code."""
     try:
         found = latex2mathml.converter.convert(tex, display="block" if display else "inline")
-        return found.replace(' xmlns="http://www.w3.org/1998/Math/MathML"', "")  # HTML knows the element without it
+        found = found.replace(' xmlns="http://www.w3.org/1998/Math/MathML"', "")  # HTML knows the element without it
+        return found.replace("<math ", '<math tabindex="0" ', 1) if display else found  # it may scroll
     except Exception:
         return f"<code>{html.escape(tex)}</code>"
 
@@ -83,7 +84,8 @@ def markdown(text: str, prefix: str, *, trusted: bool) -> tuple[str, list[tuple[
     """Markdown as HTML and its headings (level, text). Raw HTML passes only when trusted: the notebook's own cells,
     never an output."""
     renderer = Renderer(prefix, escape=not trusted)
-    return str(MarkdownWithMath(renderer=renderer).render(visible(text))), renderer.headings
+    body = str(MarkdownWithMath(renderer=renderer).render(visible(text)))
+    return re.sub(r"<(pre|table)>", r'<\1 tabindex="0">', body), renderer.headings  # what may scroll is reached by keys
 
 
 def code(source: str) -> str:

@@ -15,6 +15,7 @@
 
 # %%
 import os
+import re
 
 import pandas as pd
 from needlework import analysis, probes, workbook
@@ -251,14 +252,16 @@ assert all(part in text for part in ("**Version.**", "**Exact command.**", "**On
 # %%
 seen = [law.sentence for law in diagnosis.laws[:2] if law.share > 0.05] + list(diagnosis.seen)
 advised = list(dict.fromkeys(analysis.MECHANISMS[code].meanwhile for code in diagnosis.causes[:2]))
-what = f"{opened.details[:1].upper()}{opened.details[1:]}" if live else f"Incident {bundle.name}"
+what = (
+    re.sub("^1 live", "A live", opened.details[:1].upper() + opened.details[1:]) if live else f"Incident {bundle.name}"
+)
 when = {"Version": stated.version, "Engine": "" if live else bundle.settings.get("incident", {}).get("engine", "")}
 page = workbook.brief(diagnosis, trials, what=what, facts=when, command=stated.command, config=geometry)
 workbook.summary(
     brief=page,
     symptom=symptom,
     verdict=page.verdict,
-    evidence=[*(seen[:5] or ["nothing is lost beyond stray misses"]), page.foretold],
+    evidence=[*(seen[:5] or ["nothing is lost beyond stray misses"]), f"foretold: {page.foretold}"],
     confidence=f"{diagnosis.confidence}, from {diagnosis.measured:,} measured trials. Only classes that somebody has described "
     "are ranked; the cause may be another one.",
     next_step=f"{page.next_step}.{' Meanwhile: ' * bool(advised)}{'; or '.join(advised)}",

@@ -117,6 +117,20 @@ def test_report_opens_offline_at_every_width_and_scheme(chromium, page_file: Pat
     page.context.close()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_whatever_scrolls_by_itself_is_reached_by_keys(chromium, page_file: Path, size: str) -> None:
+    page = opened(chromium, page_file, size)
+    render_all(page)
+    scrolling = """[...document.querySelectorAll('#nb99 *')].filter(
+      e => /auto|scroll/.test(getComputedStyle(e).overflowX) && e.checkVisibility()
+      && (e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1))"""
+    page.evaluate("document.querySelectorAll('#nb99 details').forEach(d => d.open = true)")
+    found = page.evaluate(
+        f"{scrolling}.map(e => [e.tagName, e.tabIndex >= 0 || e.querySelector('[tabindex]') !== null])"
+    )
+    assert len(found) >= 2 and all(reached for _, reached in found), found
+
+
 def test_report_is_operable_by_keyboard_alone(chromium, page_file: Path) -> None:
     page = opened(chromium, page_file)
     focus = "document.activeElement"

@@ -78,9 +78,10 @@ def brief(
     shown = tuple((name, scrub(plain(text, 300), limit=300)) for name, text in told.items() if text)
     repro = _repro(trials)
     question = _question(trials)
+    verdict = _sentences(lead)
     made = Brief(
-        title, _sentences(lead), law, judged, shown, question, _grids(trials), tuple(s for s in spots if s),
-        _sentences(str(diagnosis.next_tests[0]), lead) if diagnosis.next_tests else "none is left to run", "", repro,
+        title, verdict, law, judged, shown, question, _grids(trials), tuple(s for s in spots if s),
+        _sentences(str(diagnosis.next_tests[0]), verdict) if diagnosis.next_tests else "none is left to run", "", repro,
     )  # fmt: skip
     return Brief(**{**asdict(made), "issue": _issue(made, diagnosis, dict(config or {}), list(command))})
 
