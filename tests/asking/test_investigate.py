@@ -121,7 +121,7 @@ def test_a_law_that_foretells_wrongly_is_refuted():
     assert "refuted" in str(one.rounds[-1])
 
 
-@pytest.mark.parametrize("name", ["place 4096", "warm 2048", "from 100 on"])
+@pytest.mark.parametrize("name", ["place 4096", "warm 2048", "from 100 on", "pd last chunk 8192"])
 def test_a_planted_law_is_found_and_foretells(name):
     right, sure, requests, law, _, ended = judged(name, 1001)
     assert right and sure and requests <= 200, (law, requests, ended)

@@ -138,19 +138,30 @@ def _masks(
     inside: Callable[[Rows, tuple[float, ...]], np.ndarray],
     say: Callable[[dict[str, tuple[float, float, float]]], str],
     parameters: tuple[str, ...] = (),
+    unclear: Callable[[Rows, tuple[float, ...]], np.ndarray] | None = None,
 ) -> Family:
-    """A family given by a set for each of a few values, all equally likely before; a half in the set is unclear."""
+    """A family given by a set for each of a few values, all equally likely before. Where of some requests it is
+    `unclear` whether they were inside, a value ends in 0 (they share the fate of the clear ones) or 1 (they do not:
+    their rate is their own), which are equally likely too."""
 
     def count(c: Rows, marks: Marks) -> Counts | None:
         values = list(options(c))
         if not values:
             return None
-        halves = [np.asarray(2 * np.asarray(inside(c, value), float), int) for value in values]
-        _, unclear, inner = np.stack([marks.sums(half, 3) for half in halves], 1)
         same = np.full(len(values), 1 / len(values))
-        return Counts(inner, same, np.array(values, float), unclear if unclear.any() else None)
+        if unclear is None:
+            return Counts(np.stack([marks.sums(inside(c, v) * 1, 2)[1] for v in values]), same, np.array(values, float))
+        sums = [marks.sums(inside(c, v) + 2 * unclear(c, v), 4) for v in values]
+        _, clear, outer, inner = np.stack(sums, 1)
+        told = np.array([(*v, own) for own in (0, 1) for v in values], float)
+        return Counts(np.concatenate([clear + inner, clear]), np.tile(same / 2, 2), told,
+                      np.concatenate([0 * inner, inner + outer]))  # fmt: skip
 
-    return Family(name, count, lambda c, value: inside(c, value).astype(float), say, parameters)
+    def mask(c: Rows, value: tuple[float, ...]) -> np.ndarray:
+        share = inside(c, value).astype(float)
+        return np.where(unclear(c, value), 0.5, share) if unclear is not None and value[-1] else share
+
+    return Family(name, count, mask, say, parameters)
 
 
 def _passes(c: Rows) -> list[int]:
@@ -166,36 +177,35 @@ def _in_pass(c: Rows, size: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return place // size, (length - 1) // size, place % size
 
 
-def _clear(c: Rows, inside: np.ndarray, sure: np.ndarray | bool = False) -> np.ndarray:
-    """A pass shared with other requests ends sooner, and a cached value was in a pass of a request before: a half."""
-    unclear = ((c["load"] > 1) & ~np.asarray(sure)) | (c["warm"] & (c["cached"] >= c["place"]))
-    return np.where(unclear & np.isfinite(c["place"]), 0.5, inside)
+def _shared(c: Rows, sure: np.ndarray | bool = False) -> np.ndarray:
+    """A pass shared with other requests ends sooner, and a cached value was in a pass of a request before."""
+    return (((c["load"] > 1) & ~np.asarray(sure)) | (c["warm"] & (c["cached"] >= c["place"]))) & np.isfinite(c["place"])
 
 
 def _last(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return _clear(c, (mine < last) & np.isfinite(mine), c["left"] > v[0])
+    return (mine < last) & np.isfinite(mine)
 
 
 def _first(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return _clear(c, (mine == 0) & (last > 0), mine > 0)
+    return (mine == 0) & (last > 0)
 
 
 def _from_end(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return _clear(c, (last > 0) & (last - mine == v[1]), c["left"] > (v[1] + 1) * v[0])
+    return (last > 0) & (last - mine == v[1])
 
 
 def _alternate(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, _ = _in_pass(c, v[0])
-    return _clear(c, (mine % 2 == v[1]) & (last > 0))
+    return (mine % 2 == v[1]) & (last > 0)
 
 
 def _border(c: Rows, v: tuple[float, ...]) -> np.ndarray:
     mine, last, within = _in_pass(c, v[0])
     near = ((within >= v[0] - v[1]) & (mine < last)) | ((within < v[1]) & (mine > 0))
-    return _clear(c, (last > 0) & near)
+    return (last > 0) & near
 
 
 def _all(c: Rows, v: tuple[float, ...] = ()) -> np.ndarray:
@@ -275,17 +285,22 @@ FAMILIES: tuple[Family, ...] = (
     _threshold("page", "page", "values in physical pages above {edge}", log=False),
     _residues(),
     _masks("last pass", lambda c: [(n,) for n in _passes(c)], _last,
-           lambda p: f"values outside the last prefill pass of {_pass_size(p)}", ("chunk",)),
+           lambda p: f"values outside the last prefill pass of {_pass_size(p)}", ("chunk",),
+           lambda c, v: _shared(c, c["left"] > v[0])),
     _masks("first pass", lambda c: [(n,) for n in _passes(c)], _first,
-           lambda p: f"values in the first of several prefill passes of {_pass_size(p)}", ("chunk",)),
+           lambda p: f"values in the first of several prefill passes of {_pass_size(p)}", ("chunk",),
+           lambda c, v: _shared(c, _in_pass(c, v[0])[0] > 0)),
     _masks("late pass", lambda c: [(n, back) for n in _passes(c) for back in (0, 1)], _from_end,
            lambda p: f"values in the {('', 'second-')[int(p['back'][1])]}last of several passes of {_pass_size(p)}",
-           ("chunk", "back")),
+           ("chunk", "back"),
+           lambda c, v: _shared(c, c["left"] > (v[1] + 1) * v[0])),
     _masks("alternate pass", lambda c: [(n, odd) for n in _passes(c) for odd in (0, 1)], _alternate,
-           lambda p: f"values in every second prefill pass of {_pass_size(p)}", ("chunk", "odd")),
+           lambda p: f"values in every second prefill pass of {_pass_size(p)}", ("chunk", "odd"),
+           lambda c, v: _shared(c)),
     _masks("pass border", lambda c: [(n, w) for n in _passes(c) for w in (16, 64, 256) if w <= n // 4], _border,
            lambda p: f"values within {p['border'][1]:.0f} tokens of a border of prefill passes of {_pass_size(p)}",
-           ("chunk", "border")),
+           ("chunk", "border"),
+           lambda c, v: _shared(c)),
     _masks("in flight exactly", _sizes, lambda c, v: (c["load"] == v[0]),
            lambda p: f"requests with exactly {p['size'][1]:.0f} in flight", ("size",)),
     _masks("uneven batch", lambda c: [()] if len(_sizes(c)) > 1 else [],
