@@ -58,7 +58,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text="word" * 200)]),
         nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", name="stdout", text="line\n" * 60)]),
     ]
-    found = verdict.summary(symptom="s " * 40, verdict="v", evidence=["e " * 30] * 3, confidence="c", next_step="n")
+    found = verdict.Summary(symptom="s " * 40, verdict="v", evidence=["e " * 30] * 3, confidence="c", next_step="n")
     notebooks = [*committed, ("99_forms", nbformat.v4.new_notebook(cells=cells))]
     text = report.page(notebooks, title="Context lost above 4,000 tokens", subtitle="a test", found=found)
     assert report.problems(text, [stem for stem, _ in notebooks]) == []

@@ -38,7 +38,7 @@ def page(*notebooks: nbformat.NotebookNode, title: str = "T", found: verdict.Sum
     return report.page(named, title=title, subtitle="S", found=found)
 
 
-GOOD = verdict.summary(symptom="s", verdict="F14", evidence=["24 of 24"], confidence="high", next_step="fix")
+GOOD = verdict.Summary(symptom="s", verdict="F14", evidence=["24 of 24"], confidence="high", next_step="fix")
 
 
 @pytest.mark.parametrize(
@@ -336,7 +336,7 @@ def test_summary_comes_from_the_last_verdict_or_from_the_ledger(small: Path) -> 
     assert "from the ledger" in text and "F14 it is" in text and "patch" in text
     assert text.index("recall (pair): 0 of 24") < text.index("digests (pair): weak one")
     end = writer.read_twin(small / "notebooks/src/01_end.py")
-    bundle_of = verdict.summary(
+    bundle_of = verdict.Summary(
         symptom="seen", verdict="F14 is guilty", evidence=["24/24"], confidence="high", next_step="n"
     )
     end.cells[2].outputs = [nbformat.v4.new_output("execute_result", data=bundle_of._repr_mimebundle_())]

@@ -15,7 +15,7 @@ from needlework.serving.target import Target, TargetError, kind_of, open_target
 from needlework.workbook.cannot import CannotAnswer, need
 from needlework.workbook.onepage import brief
 from needlework.workbook.session import digests, measured, source, start
-from needlework.workbook.verdict import summary
+from needlework.workbook.verdict import Summary as summary
 
 if TYPE_CHECKING:
     from needlework.workbook import explorers, figures, machine, tables

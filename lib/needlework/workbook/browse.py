@@ -63,7 +63,7 @@ class Trials(Explorer):
         super().__init__(title, self._drawn, choices=range(len(self.rows)))
 
     def _drawn(self, number: int) -> Markup:
-        row = self.rows.iloc[number].to_dict()
+        row = {str(name): value for name, value in self.rows.iloc[number].items()}
         twin = self.rows.get("prompt_sha")
         same = self.rows[twin.eq(row["prompt_sha"])] if twin is not None and row.get("prompt_sha") else self.rows[:0]
         shown = pd.concat([self.rows.iloc[[number]], same.drop(index=number, errors="ignore")]).head(MOST_ROWS)

@@ -175,7 +175,7 @@ def to_png(fig: Figure) -> str:
 # ---- one helper per kind of figure ----
 
 
-def recall_table(trials: pd.DataFrame, arm: str = "arm") -> pd.DataFrame:
+def recall_table(trials: pd.DataFrame) -> pd.DataFrame:
     """One row per arm and target length: realised median prompt_tokens, hits, n (measurements only), no_measurement,
     recall, low, high.
 
@@ -185,8 +185,8 @@ def recall_table(trials: pd.DataFrame, arm: str = "arm") -> pd.DataFrame:
     from needlework.analysis.trials import hits, lengths
 
     data = trials.copy()
-    if arm not in data or data[arm].isna().all():
-        data[arm] = "all"
+    if "arm" not in data or data["arm"].isna().all():
+        data["arm"] = "all"
     data["_x"], found = lengths(data), hits(data)
     known = [name for name in ("outcome", "score") if name in data and data[name].notna().any()]
     if not known or data["_x"].isna().all():
@@ -195,10 +195,10 @@ def recall_table(trials: pd.DataFrame, arm: str = "arm") -> pd.DataFrame:
     wished = "target_tokens" in data and data["target_tokens"].notna().any()
     data["_length"] = data["target_tokens"] if wished else data["_x"]
     data["_hit"], data["_lost"] = found.eq(1), found.isna()
-    rows = data.groupby([arm, "_length"], dropna=False, sort=True).agg(
+    rows = data.groupby(["arm", "_length"], dropna=False, sort=True).agg(
         prompt_tokens=("_x", "median"), hits=("_hit", "sum"), asked=("_hit", "size"), no_measurement=("_lost", "sum")
     )
-    table = rows.reset_index().rename(columns={arm: "arm"})
+    table = rows.reset_index()
     table["n"] = table["asked"] - table["no_measurement"]
     table["recall"] = table["hits"] / table["n"].where(table["n"] > 0)
     bounds = [wilson(h, n) if n else (0.0, 1.0) for h, n in zip(table["hits"], table["n"], strict=True)]
@@ -210,9 +210,7 @@ def recall_curve(
     trials: pd.DataFrame,
     *,
     edges: Mapping[str, float] | None = None,
-    log: bool = True,
     title: str = "",
-    arm: str = "arm",
 ) -> Figure:
     """Recall against realised prompt tokens, one line per arm, Wilson 95 % bars that fade as they widen (a wide bar is
     weak evidence). Arms after the first are drawn 2.5 % to the right of the one before, so that no bar hides another.
@@ -221,14 +219,14 @@ def recall_curve(
     trials: a trial table, or a table that `recall_table` made. edges: name -> token count, drawn as dotted vertical
     lines.
     """
-    table = trials if {"recall", "low", "high", "n"} <= set(trials.columns) else recall_table(trials, arm)
+    table = trials if {"recall", "low", "high", "n"} <= set(trials.columns) else recall_table(trials)
     fig, axes = new()
     numbers = arm_numbers(table["arm"].dropna())
     for i, (name, rows) in enumerate(table.groupby("arm", sort=True)):
         colour, marker = OKABE_ITO[numbers[str(name)]], MARKERS[numbers[str(name)]]
         rows = rows[rows["n"] > 0].sort_values("prompt_tokens")
         # two arms stand side by side, each point on its own bar
-        places = rows["prompt_tokens"].astype(float) * (1 + 0.025 * i if log else 1)
+        places = rows["prompt_tokens"].astype(float) * (1 + 0.025 * i)
         axes.plot(places, rows["recall"], marker=marker, ms=5, lw=1.4, color=colour, label=label(name))
         for x, low, high in zip(places, rows["low"], rows["high"], strict=True):
             strength = float(np.clip(1.15 - (high - low), 0.15, 1.0))
@@ -250,8 +248,7 @@ def recall_curve(
             fontsize=8,
             color="#333333",
         )
-    if log:
-        log_tokens(axes)
+    log_tokens(axes)
     axes.set(
         xlabel="prompt tokens, as counted by the endpoint",
         ylabel="recall (exact answers)",

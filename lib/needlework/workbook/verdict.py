@@ -19,21 +19,26 @@ FIELDS = ("symptom", "verdict", "evidence", "confidence", "next_step")
 
 @dataclass(frozen=True)
 class Summary:
-    """What an engineer who was not there reads first. `evidence` is a list of sentences, each with its numbers."""
+    """What an engineer who was not there reads first; the verdict notebook shows it, the report takes it from there.
+    `evidence`: sentences, each with its numbers."""
 
     symptom: str
     verdict: str
-    evidence: tuple[str, ...]
+    evidence: Iterable[str]
     confidence: str
     next_step: str
     brief: Brief | None = None  # the page for somebody who was not there; where a diagnosis gave it
+
+    def __post_init__(self) -> None:
+        lines = (self.evidence,) if isinstance(self.evidence, str) else self.evidence
+        object.__setattr__(self, "evidence", tuple(dict.fromkeys(map(str, lines))))  # each said once
 
     def __str__(self) -> str:
         return f"{self.verdict} (confidence: {self.confidence}). Next: {self.next_step}"
 
     def rows(self) -> list[tuple[str, str]]:
         """(heading, HTML) pairs, escaped."""
-        evidence = "".join(f"<li>{escape(line, 400)}</li>" for line in self.evidence[:12])
+        evidence = "".join(f"<li>{escape(line, 400)}</li>" for line in list(self.evidence)[:12])
         return [
             ("Symptom", f"<p>{escape(self.symptom, 600)}</p>"),
             ("Verdict", f"<p><strong>{escape(self.verdict, 600)}</strong></p>"),
@@ -55,26 +60,12 @@ class Summary:
         }
 
 
-def summary(
-    *,
-    symptom: str,
-    verdict: str,
-    evidence: Iterable[str],
-    confidence: str,
-    next_step: str,
-    brief: Brief | None = None,
-) -> Summary:
-    """The verdict notebook's result; displayed there, and taken from its output to the top of the report."""
-    lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(map(str, evidence)))  # each said once
-    return Summary(str(symptom), str(verdict), lines, str(confidence), str(next_step), brief)
-
-
 def from_mapping(values: Mapping[str, Any]) -> Summary | None:
     """A Summary from JSON (a notebook's output or a ledger's summary); None when it has no verdict."""
     if not isinstance(values, Mapping) or not values.get("verdict"):
         return None
     evidence = values.get("evidence") or ()
-    lines = (evidence,) if isinstance(evidence, str) else tuple(dict.fromkeys(plain(e, 400) for e in evidence))
+    lines = (evidence,) if isinstance(evidence, str) else [plain(e, 400) for e in evidence]
     symptom, verdict, _, confidence, next_step = (str(values.get(f) or "not recorded") for f in FIELDS)
     from needlework.workbook import onepage
 
