@@ -27,7 +27,7 @@ from needlework_press import writer
 # richest form first; the live widget view is not among them, its still is text/html
 ORDER = ("text/html", "text/markdown", "image/svg+xml", "image/png", "text/plain")
 MAX_TEXT = 20_000
-TALL, NARROW = 40, 36  # lines above which a text scrolls by itself, and characters of a line on a telephone
+TALL, NARROW = 30, 34  # lines above which a text may scroll by itself, and characters of a line on a telephone
 _NOTEBOOK_LINK = re.compile(r"(?:\./|\.\./|notebooks/)*(\d\d)_\w+\.(?:ipynb|py)(?:#.*)?$")
 _FORMATTER = HtmlFormatter(nowrap=True)
 STYLES = ("default", "github-dark")  # of code, on light and on dark
