@@ -112,6 +112,18 @@ def test_what_never_reached_the_model_leads_with_the_servers_words():
     assert diagnose(asked(60).assign(outcome="transport")).verdict == "not proven"
 
 
+def test_how_often_is_said_where_it_is_not_nearly_always():
+    t = asked(120, seed=3)
+    gone = np.random.default_rng(99).random(len(t)) < 1 / 3
+    ended = t.assign(outcome=np.where(gone, "transport", "exact"), error="the stream ended")
+    assert "Not answered: about 1 in 3 prompts of any length and place" in str(diagnose(ended))
+
+
+def test_nothing_beyond_an_edge_is_held_against_the_window():
+    t = lost(asked(100, seed=1), beyond(4096, 1.0), seed=1, outcome="empty").assign(answer="", completion_tokens=0)
+    assert "N1" in diagnose(t).causes and "window" in diagnose(t).next_tests[0].title
+
+
 def test_one_stray_failure_is_no_law():
     t = asked(120, seed=1).assign(error=None)
     t.loc[7, ["outcome", "error"]] = ["transport", "connection reset"]
@@ -195,7 +207,9 @@ def test_arms_of_any_name_are_compared():
     q8 = lost(f16.assign(arm="q8_0"), beyond(3000), seed=3)
     t = pd.concat([f16, q8], ignore_index=True).drop(columns="trial_id")
     result = diagnose(t)
-    assert result.laws[0].name == "arm=q8_0: length" and "on q8_0" in str(result)
+    assert result.laws[0].name == "arm=q8_0: length" and "on q8_0, prompts above" in str(result)
+    assert "F20" in [r.code for r in result.ranked[:3]] and "types of cache" in str(result)
+    assert "F20" not in [r.code for r in diagnose(t.assign(arm=t["arm"].map({"f16": "a", "q8_0": "b"}))).ranked[:3]]
 
 
 @pytest.mark.parametrize(

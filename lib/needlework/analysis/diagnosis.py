@@ -379,6 +379,9 @@ def _next(d: Diagnosis, told: Mapping[str, Any]) -> list[NextTest]:
         out.append(NextTest("more of what is not excluded", f"ask {where}", {}))
         return out
     group = list(d.groups[0]) if d.groups else codes
+    if "N1" in group:
+        out.append(NextTest("the window stated by the servers", "compare the edge with the window that each server of "
+                            "the chain was started with", {"N1": "they agree", "any other class": "not"}))  # fmt: skip
     inside_done = {part for part in ("digests", "pages", "placement", "selected") if told.get(part)}
     if len(group) > 1 and (how := _deciding(group)):
         outcomes = {code: _expects(code) for code in group[:4]}

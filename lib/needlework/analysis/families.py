@@ -270,12 +270,12 @@ def _pass_size(p: dict[str, tuple[float, float, float]]) -> str:
     return f"{p['chunk'][1]:,.0f} tokens"
 
 
-ANY = _masks("any", lambda c: [()], _all, lambda p: "prompts, whatever their length and place")
+ANY = _masks("any", lambda c: [()], _all, lambda p: "prompts of any length and place")
 FAMILIES: tuple[Family, ...] = (
     ANY,
     _threshold("length", "length", "prompts above {edge} tokens"),
     _threshold("short", "length", "prompts of at most {edge} tokens", above=False),
-    _threshold("place", "place", "values beyond token {edge}, unless near the end", among="far"),
+    _threshold("place", "place", f"values beyond token {{edge}}, not in the last {NEAR_END_TOKENS}", among="far"),
     _threshold("left", "left", "values more than {edge} tokens from the end"),
     _threshold("head", "place", "values within the first {edge} tokens", above=False),
     _threshold("near end", "left", "values within {edge} tokens of the end", above=False),
@@ -356,7 +356,7 @@ def gates(c: Rows) -> list[Gate]:
             places += [(column, n, f"on {n or 'an unnamed ' + column}", 1 / len(names)) for n in names]
     crossed = {"warm": (0,), "cold": (0,), "turn": (0,), "load": (sizes[:1] or (0,)), "abort": steps[-2:-1]}
     found = [
-        Gate(state, where, (level, name), " ".join(filter(None, (place, words))), share * part)
+        Gate(state, where, (level, name), ", ".join(filter(None, (place, words))), share * part)
         for where, name, place, part in places
         for state, level, words, share in states
         if where == "any" or state == "any" or (len(places) <= 3 and level in crossed.get(state, ()))

@@ -33,6 +33,7 @@ LOGS = {
     "truncated": r"(?i)truncat|exceed.*context|context shift",
     "nan": r"(?i)\bnan\b|\binf\b|non.?finite",
 }
+CACHE_TYPE = re.compile(r"(?i)(?:^|[^a-z0-9])(?:b?f(?:p|loat)?\d+|i?q\d+|u?int\d+|nvfp4|e\dm\d)(?:$|[^a-z0-9])")
 SWITCHES = {
     "graphs": r"(?i)graph|eager", "drafts": r"(?i)draft|specul|mtp|eagle", "cache": r"(?i)radix|prefix.?cach|flush",
     "chunk": r"(?i)chunk", "dtype": r"(?i)dtype|bf16|precision", "topk": r"(?i)top.?k",
@@ -105,6 +106,10 @@ def counted(trials: pd.DataFrame, c: pd.DataFrame) -> list[Seen]:
         out.append(
             Seen(f"{cut} of {known.sum()} lost prompts were evaluated shorter than they were sent", odds, cut > 0)
         )
+    arms = c.groupby("arm")["lost"].sum()
+    if len(arms) == 2 and arms.min() == 0 and arms.max() >= 3 and all(map(CACHE_TYPE.search, arms.index.astype(str))):
+        text = f"arms are types of cache: {arms.idxmin()} loses nothing, {arms.idxmax()} does"
+        out.append(_seen("heals", ["dtype"], text, False))
     accept = pd.to_numeric(table.column(trials, "accept_length"), errors="coerce")
     if accept.notna().sum() < 10:
         return out

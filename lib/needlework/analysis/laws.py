@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from html import escape
 from typing import Any
 
@@ -30,7 +31,11 @@ DIRICHLET = 0.5
 SECOND = 0.05  # of deployments with one fault: a second one
 FORESEEN = 32  # likeliest values of a law's parameters that predict
 KEPT = 1e-4  # share of a law's weight below which a value of its parameters is not kept
-UNPLACED = ("free", "arms", "prompts")  # laws that do not say which requests yet to be sent are lost
+_UNPLACED_WORDS = {
+    "free": "losses that no law explains", "arms": "at a rate of its own on each arm",
+    "prompts": "particular prompts, whenever they are asked",
+}  # fmt: skip
+UNPLACED = tuple(_UNPLACED_WORDS)  # laws that do not say which requests yet to be sent are lost
 SEVERAL = 4  # lengths at which something is lost, before a residue of them is looked for
 LIKELIEST = 3  # laws whose remainder is searched for a second one
 FADES = np.array([0.7, 1.2, 2.0, 3.5])
@@ -598,19 +603,20 @@ def _law(name: str, share: float, members: list[tuple[float, _Hypothesis]], c: R
 
 
 def _sentence(h: _Hypothesis, parameters: dict[str, tuple[float, float, float]]) -> str:
-    words = f" {h.gate.words}" if h.gate.words else ""
-    if h.family == "free":
-        return "losses that no law explains"
-    if h.family == "arms":
-        return "at a rate of its own on each arm"
-    if h.family == "prompts":
-        return "particular prompts, whenever they are asked"
+    """Where and when first, then what, and how often where it is not nearly always."""
+    if h.family in _UNPLACED_WORDS:
+        return _UNPLACED_WORDS[h.family]
     if h.family.startswith("fade"):
         what = {"length": "length", "left": "distance from the end", "place": "the value's place"}[h.family.split()[1]]
         low, best, high = parameters["middle"]
-        return f"recall{words} fades with {what}, half of it at {best:,.0f} tokens ({low:,.0f} to {high:,.0f})"
-    said = BY_NAME[h.family].say(parameters)
-    return said.replace("prompts, whatever", f"prompts{words}, whatever") if h.family == "any" else said + words
+        said = f"recall fades with {what}, half of it at {best:,.0f} tokens ({low:,.0f} to {high:,.0f})"
+    else:
+        x, n = h.counts[0, :2]
+        often = Fraction(0 if h.hard or not n else float(x / n)).limit_denominator(5)
+        said = BY_NAME[h.family].say(parameters)
+        if 0 < often < 1:
+            said = f"about {often.numerator} in {often.denominator} {said}"
+    return f"{h.gate.words}, {said}" if h.gate.words else said
 
 
 def _weighed(h: _Hypothesis) -> list[tuple[float, tuple[float, ...]]]:

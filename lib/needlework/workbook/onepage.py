@@ -66,7 +66,7 @@ def brief(
     lost = bool(diagnosis.laws) and diagnosis.verdict != "healthy" and diagnosis.hits < diagnosis.measured
     law = str(diagnosis.laws[0]) if lost else ""
     certain = lost and diagnosis.laws[0].share > 0.5
-    title = f"{what} loses {law.split(':', 1)[0]}" if certain else f"{what}: {_plain_verdict(diagnosis, lead)}"
+    title = f"{what} loses: {law.split(':', 1)[0]}" if certain else f"{what}: {_plain_verdict(diagnosis, lead)}"
     judged = f"{diagnosis.predictions}" if diagnosis.predictions else "No law was held against fresh prompts."
     widest = sorted((e for e in diagnosis.excluded if e.measured and not e.lost), key=lambda e: -e.bound)[:4]
     spots = [f"Not looked at: {', '.join(diagnosis.missing)}" if diagnosis.missing else ""]
