@@ -1,4 +1,4 @@
-"""The targets `lab…` and `vllm…`, as `workbook.open_target` opens them."""
+"""The targets `lab…`, `vllm…` and `llama`, as `workbook.open_target` opens them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from needlework.serving import Endpoint
 from needlework.serving.scrub import plain
 from needlework.serving.target import Arms, Target, TargetError
 
-from needlework_lab import vllm
+from needlework_lab import llama, vllm
 from needlework_lab.starting import start
 
+ENGINES = {"vllm": "vLLM", "llama": "llama.cpp"}
 _FAULT = re.compile(r"[FN]\d{1,2}")
 
 
@@ -86,28 +87,34 @@ def _endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
     return Endpoint(deployment.base_url, tokenizer_url=tokenizer_url, repeatable=True)
 
 
-def engine(stack: contextlib.ExitStack, spec: str, _: Bundle | None) -> Target:
-    if (why := vllm.missing()) is not None:
+def vllm_engine(stack: contextlib.ExitStack, spec: str, _: Bundle | None) -> Target:
+    return _engine(stack, spec, "vllm", vllm)
+
+
+def llama_engine(stack: contextlib.ExitStack, spec: str, _: Bundle | None) -> Target:
+    return _engine(stack, spec, "llama", llama)
+
+
+def _engine(stack: contextlib.ExitStack, spec: str, kind: str, engine: Any) -> Target:
+    if (why := engine.missing()) is not None:
         raise TargetError(f"{why}; or use lab, a URL, or recorded:<run>")
-    names = tuple(dict.fromkeys(spec.split(":", 1)[1].split(","))) if ":" in spec else vllm.MODES
-    if unknown := [name for name in names if name not in vllm.MODES]:
-        raise TargetError(f"the target vllm has the arms {' and '.join(vllm.MODES)}, not {plain(unknown[0], 40)!r}")
+    names = tuple(dict.fromkeys(spec.split(":", 1)[1].split(","))) if ":" in spec else engine.MODES
+    if unknown := [name for name in names if name not in engine.MODES]:
+        has = f"the arms {' and '.join(engine.MODES)}" if len(engine.MODES) > 1 else f"the arm {engine.MODES[0]} alone"
+        raise TargetError(f"the target {kind} has {has}, not {plain(unknown[0], 40)!r}")
     # with both arms, the pair's decode server is the combined arm as well: one server less in memory
     mode = "pd" if "pd" in names else "combined"
-    running = functools.cache(lambda: stack.enter_context(vllm.start(mode)))
-    deployments = Arms(dict.fromkeys(names, running), "vllm")
-    return Target(
-        "vllm",
-        spec,
-        Arms({arm: functools.partial(_engine_endpoint, deployments, arm) for arm in names}),
-        deployments,
-        "vLLM on this machine's CPU",
-    )
+    running = functools.cache(lambda: stack.enter_context(engine.start(mode)))
+    deployments = Arms(dict.fromkeys(names, running), kind)
+    arms = Arms({arm: functools.partial(_engine_endpoint, deployments, arm) for arm in names})
+    return Target(kind, spec, arms, deployments, f"{ENGINES[kind]} on this machine's CPU")
 
 
 def _engine_endpoint(deployments: Mapping[str, Any], arm: str) -> Any:
     running = deployments[arm]
     if arm == "combined":
+        if running.mode == "combined":
+            return Endpoint(running.base_url)
         # its own salt: blocks that one arm has left in the server's cache must not answer for the other
         return Endpoint(running.decode_url, extra={"cache_salt": "combined"})
     prefill = running.prefill_url  # counts tokens, and knows what came out of its cache: the pair's answers do not

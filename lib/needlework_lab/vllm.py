@@ -64,9 +64,11 @@ class Engine(Servers):
     itself, as a combined server does.
     """
 
+    engine: str = "vLLM"
+
     def __str__(self) -> str:
         shape = "prefill/decode pair behind vllm-router" if self.mode == "pd" else "one server"
-        return f"vLLM on this machine's CPU, {MODEL_NAME}, {shape}"
+        return f"{self.engine} on this machine's CPU, {MODEL_NAME}, {shape}"
 
     def _repr_html_(self) -> str:
         from html import escape
@@ -161,12 +163,12 @@ def start(
         stack.callback(lambda: stop(list(children.values()), GRACE_S + 3))
         for n, role in enumerate(roles):
             children[role] = _server(role, ports[role], n, scratch, max_model_len, arguments)
-        _wait(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
+        wait_until_healthy(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
         for n, role in enumerate(roles):
             _bind(children[role].pid, _core(n))
         if mode == "pd":
             children["router"] = _router(ports, scratch)
-            _wait(children, ports, time.monotonic() + 60, 60)
+            wait_until_healthy(children, ports, time.monotonic() + 60, 60)
         yield Engine(mode, ports, children)
 
 
@@ -184,7 +186,8 @@ def _server(role: str, port: int, number: int, scratch: Path, max_model_len: int
         command += ["--kv-transfer-config", json.dumps(transfer)]
         environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
         environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = LOOPBACK
-    return _child(role, command, environment)
+    # a server has memory to give back
+    return child(role, [str(python()), "-m", *command], environment, grace_s=GRACE_S)
 
 
 def _core(number: int) -> int:
@@ -218,13 +221,13 @@ def _router(ports: Mapping[str, int], scratch: Path) -> Child:
     command += ["--host", LOOPBACK, "--port", str(ports["router"]), "--prometheus-host", LOOPBACK]
     command += ["--prometheus-port", str(ports["router-metrics"]), "--log-level", "warning"]
     command.append("--disable-retries")  # a retry turns a failed transfer into a late answer and hides it
-    return _child("router", command, QUIET | _folders(scratch / "router"))
+    return child("router", [str(python()), "-m", *command], QUIET | _folders(scratch / "router"), grace_s=0)
 
 
-def _child(role: str, module: list[str], environment: dict[str, str]) -> Child:
-    grace_s = "0" if role == "router" else str(GRACE_S)  # a server has memory to give back
-    guard = [sys.executable, "-m", "needlework.processes", "{watch}", grace_s]
-    return Child(role, [*guard, str(python()), "-m", *module], env=environment)
+def child(role: str, command: list[str], environment: dict[str, str], *, grace_s: int) -> Child:
+    """Start a program of the engines that ends with this process, and has `grace_s` seconds to tidy up before."""
+    guard = [sys.executable, "-m", "needlework.processes", "{watch}", str(grace_s)]
+    return Child(role, [*guard, *command], env=environment)
 
 
 def _folders(scratch: Path) -> dict[str, str]:
@@ -234,7 +237,9 @@ def _folders(scratch: Path) -> dict[str, str]:
     return dict.fromkeys(names, str(scratch))
 
 
-def _wait(children: Mapping[str, Child], ports: Mapping[str, int], deadline: float, timeout_s: float) -> None:
+def wait_until_healthy(
+    children: Mapping[str, Child], ports: Mapping[str, int], deadline: float, timeout_s: float
+) -> None:
     """Wait until every process answers; EngineError with the last log lines when one ends or stays silent."""
     waiting = list(children)
     while waiting:

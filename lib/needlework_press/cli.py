@@ -31,9 +31,9 @@ def run(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--target",
-        help="lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, recorded (each notebook from its own recorded "
-        "run), recorded:<run>; http://…+tokenizer=http://… where a router has none; default: what the incident "
-        "says, and the deployment in a box when none is named",
+        help="lab, lab:pd:F14, vllm, llama, http://…, a=http://…,b=http://…, recorded (each notebook from its own "
+        "recorded run), recorded:<run>; http://…+tokenizer=http://… where a router has none; default: what the "
+        "incident says, and the deployment in a box when none is named",
     )
     parser.add_argument("--keep", metavar="NN", help="bring the cells of notebook NN back to its text twin, and stop")
     parser.add_argument("--jobs", type=int, help="notebooks at a time (default 2; on live endpoints 1)")

@@ -9,7 +9,7 @@ import pytest
 from needlework import probes, workbook
 from needlework_press import runner
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +26,7 @@ def test_the_split_is_compared_with_one_server(one, target, tmp_path):
             root=ROOT,
             parameters=asked | {"target": spec},
             environment={"NEEDLEWORK_TARGET": spec, "NEEDLEWORK_RECORD": str(run)},
-            timeout_s=500,
+            timeout_s=900,
         )
     )
     printed = [o.text for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"]

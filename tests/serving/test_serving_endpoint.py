@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import resource
 import time
 
@@ -403,3 +405,41 @@ def test_repr_shows_no_key_and_no_address():
     assert KEY not in repr(Endpoint("http://10.0.0.7:1", "m", KEY)) and "10.0" not in repr(
         Endpoint("http://10.0.0.7:1")
     )
+
+
+@pytest.mark.parametrize("dies_at", [None, 5])
+def test_a_kept_connection_that_was_closed_is_no_failure(dies_at):
+    """llama.cpp closes after each stream of HTTP/1.1; a request that nobody answers stays a failure."""
+    event = b'data: {"choices":[{"index":0,"delta":{"content":"yes"},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    asked = 0
+
+    async def serve(reader, writer):
+        nonlocal asked
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            told = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(re.search(rb"content-length: (\d+)", told)[1]))
+            asked += 1
+            if asked != dies_at:
+                writer.write(head + chunk)
+                await writer.drain()
+                await asyncio.sleep(0.001 * (asked % 3))  # sometimes the next request is on its way already
+            writer.close()
+
+    async def ask() -> list[str]:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        async with server:
+            endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", model="m")
+            said = []
+            for _ in range(40):
+                try:
+                    said.append((await endpoint.chat(HELLO, max_tokens=1)).text)
+                except TransportError as error:
+                    said.append(error.failure)
+            await endpoint.aclose()
+            return said
+
+    said = asyncio.run(ask())
+    assert said.count("yes") == (40 if dies_at is None else 39), said
+    assert asked == 40, "no request reached the server twice"

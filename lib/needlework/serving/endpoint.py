@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import ssl
 import threading
@@ -194,17 +195,25 @@ class Endpoint:
                 headers = self._headers()
                 if content is not None:
                     headers |= {"content-type": "application/json", "content-length": str(len(content))}
-                if sent is not None and content is not None:
-                    content = _telling(content, sent)
                 timeouts = dict.fromkeys(("read", "write", "pool"), self.timeout_s) | {
                     "connect": min(20.0, self.timeout_s)
                 }
-                # straight to the transport: a client would add cookies, redirects and a third of the time
-                request = httpx.Request(
-                    method, (base or self.base_url) + path, headers=headers, content=content,
-                    extensions={"timeout": timeouts},
-                )  # fmt: skip
-                response = await self._line().handle_async_request(request)
+                while True:
+                    # straight to the transport: a client would add cookies, redirects and a third of the time
+                    request = httpx.Request(
+                        method, (base or self.base_url) + path, headers=headers,
+                        content=content if sent is None or content is None else _telling(content, sent),
+                        extensions={"timeout": timeouts},
+                    )  # fmt: skip
+                    _kept.set(False)
+                    try:
+                        response = await self._line().handle_async_request(request)
+                        break
+                    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+                        # a kept connection that ends before the answer's first byte was closed before the request came
+                        # (llama.cpp does so after each stream, whatever its headers say): the next one may be new
+                        if not (_kept.get() and any(isinstance(one, _CLOSED) for one in _causes(error))):
+                            raise
                 response.request = request
                 try:
                     if response.headers.get("content-encoding", "identity") not in ("identity", ""):
@@ -279,9 +288,21 @@ class Endpoint:
         does (uvicorn after 5 s), so that no request meets a closed one.
         """
         connector = aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=4.0, ssl=self._trust)
+        tell = aiohttp.TraceConfig()
+        tell.on_connection_reuseconn.append(_reused)
         return aiohttp.ClientSession(
-            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18, auto_decompress=False
-        )
+            connector=connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=1 << 18, auto_decompress=False,
+            trace_configs=[tell],
+        )  # fmt: skip
+
+
+# whether the connection of this task's request had served another one
+_kept: contextvars.ContextVar[bool] = contextvars.ContextVar("kept", default=False)
+_CLOSED = (aiohttp.ServerDisconnectedError, ConnectionResetError, BrokenPipeError)
+
+
+async def _reused(*_: object) -> None:
+    _kept.set(True)
 
 
 async def attempt(awaitable: Any) -> Any:

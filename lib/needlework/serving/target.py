@@ -37,7 +37,7 @@ from .replies import TransportError
 from .scrub import plain, private
 from .sync import run
 
-FORMS = "lab, lab:pd:F14, vllm, http://…, a=http://…,b=http://…, or recorded:<run>"
+FORMS = "lab, lab:pd:F14, vllm, llama, http://…, a=http://…,b=http://…, or recorded:<run>"
 
 
 _live: dict[str, None] = {}  # kinds of the live deployments that this process was given, in order
