@@ -271,13 +271,13 @@ def _event(body: dict) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(app: object) -> Iterator[str]:
-    """Serve an ASGI app on a free local port in a thread; yields its URL."""
+def serving(app: object, **options: str) -> Iterator[str]:
+    """Serve an ASGI app on a free local port in a thread; yields its URL. options: of uvicorn (certificate and key)."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", timeout_graceful_shutdown=1
+        app, host="127.0.0.1", port=port, log_level="critical", lifespan="off", timeout_graceful_shutdown=1, **options
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -287,7 +287,7 @@ def serving(app: object) -> Iterator[str]:
             break
         time.sleep(0.01)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"http{'s' if options else ''}://127.0.0.1:{port}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join(5)

@@ -379,6 +379,15 @@ _REASONS: tuple[tuple[type[BaseException], str, str], ...] = (
     (httpx.ReadError, "the connection was reset while reading", "stream_broken"),
 )  # fmt: skip
 
+_OTHER_NAME = "is for another name than the host's in the URL; use the one that it was made for"
+# what no file of authorities mends, by the codes of OpenSSL's x509_vfy.h
+_CERTIFICATE = {
+    9: "is not valid yet (is this machine's clock right?)",
+    10: "has expired",
+    62: _OTHER_NAME,
+    64: _OTHER_NAME,
+}
+
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
@@ -388,6 +397,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _describe(error: BaseException, endpoint: Endpoint) -> tuple[str, str]:
     chain = list(_causes(error))
+    for one in chain:
+        if said := _CERTIFICATE.get(getattr(one, "verify_code", 0)):
+            return f"the server's certificate {said}", "tls"
     for kind, text, failure in _REASONS:
         if any(isinstance(one, kind) for one in chain):
             return text, failure
