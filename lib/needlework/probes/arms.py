@@ -73,24 +73,25 @@ def compare_arms(
     checks = {n: control_asks("arms", common.spec(lengths[0]), arm=n) if common.controls else [] for n in names}
     failed = ""
     pairs: list[tuple[Row, ...]] = []
-    with common.bench("arms", arms[names[0]], run, arm=names[0], tolerance=tolerance) as first:
-        shared = {"journal": first.journal, "builder": first}
-        with Bench(arms[names[1]], probe="arms", arm=names[1], **shared) as second:
-            benches = dict(zip(names, (first, second), strict=True))
-            asks = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
-            first.plan([*checks[names[0]], *checks[names[1]], *asks])
-            for name in names:
-                judged = run_controls(benches[name], checks[name]) if checks[name] else None
-                if judged is not None and not judged.passed and not failed:
-                    failed = f"Arm {name}: {judged.sentence}"
-            for pair in aa:
-                first.ask(pair)
-            for i, spec in enumerate(specs):
-                order = names if i % 4 in (0, 3) else names[::-1]  # ABBA
-                got = {name: benches[name].ask(asks_of(name, spec)) for name in order}
-                pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
-                if stop_early and discordant(pairs)["e_value"] >= 20:
-                    break
+    with (
+        common.bench("arms", arms[names[0]], run, arm=names[0], tolerance=tolerance) as first,
+        Bench(arms[names[1]], probe="arms", arm=names[1], journal=first.journal, builder=first) as second,
+    ):
+        benches = dict(zip(names, (first, second), strict=True))
+        asks = [a for pair in aa for a in pair] + [a for s in specs for n in names for a in asks_of(n, s)]
+        first.plan([*checks[names[0]], *checks[names[1]], *asks])
+        for name in names:
+            judged = run_controls(benches[name], checks[name]) if checks[name] else None
+            if judged is not None and not judged.passed and not failed:
+                failed = f"Arm {name}: {judged.sentence}"
+        for pair in aa:
+            first.ask(pair)
+        for i, spec in enumerate(specs):
+            order = names if i % 4 in (0, 3) else names[::-1]  # ABBA
+            got = {name: benches[name].ask(asks_of(name, spec)) for name in order}
+            pairs += [tuple(got[n][k] for n in names) for k in range(len(sends)) if sends[k][0] in cache]
+            if stop_early and discordant(pairs)["e_value"] >= 20:
+                break
     if failed:
         first.warn(failed)
     for sentence in _cache_proof([r for p in pairs for r in p]):

@@ -260,6 +260,7 @@ async def caching(
     fills whole pages of the cache: a short text those of usual size, which a slow engine answers at once; the long one
     is asked where nothing of the short one was cached.
     """
+    send: Any
     source, size = None, ""
     for text in _lamps(window):
         fresh = await attempt(endpoint.chat(text, max_tokens=1))
