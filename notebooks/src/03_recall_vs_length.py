@@ -192,8 +192,7 @@ workbook.tables.table(
 # a length cannot tell which it is. What is certain is the other direction. A sparse indexer that keeps
 # k compressed keys of `ratio` tokens each selects *every* key of a prompt of at most k × ratio tokens, so nothing that it
 # scores wrongly can be lost below that length. If the fall begins there, suspect what the indexer reads.
-
-# %% [markdown]
+#
 # Which prompts were missed, and what was answered instead? In JupyterLab the list can be narrowed by arm, length and place,
 # and shows each prompt as it was sent; here stand the misses.
 

@@ -165,8 +165,6 @@ def separates(column: str) -> bool:
 
 clean = [name for name in ("target_tokens", "depth", "needle_token") if separates(name)]
 print("found and lost are separated by: " + (", ".join(clean) or "none of length, depth and place"))
-
-# %%
 if clean == ["needle_token"]:
     known = grid.dropna(subset=["needle_token", "hit"])
     held, gone = (known[known["hit"] == value] for value in (1, 0))
@@ -195,8 +193,6 @@ workbook.tables.table(state, f"The {split} arm by cache state")
 
 # %% tags=["remove-cell"]
 assert sum(counts) == len(both) or marks["hit"].isna().any()
-
-# %%
 assert lost.get("cold", 0) >= lost_in_first, "more is lost in the first chunk than in all"
 
 # %% [markdown]

@@ -83,8 +83,6 @@ workbook.need(
     "they calibrate instruments and are no case to judge; notebooks 12 to 14 read them"
 )  # fmt: skip
 trials = known
-
-# %%
 overview = trials.assign(hit=analysis.hits(trials)).groupby(["run", "probe", "arm", "cache"], dropna=False)["hit"]
 rows = overview.agg(trials="size", measured="count", hits="sum").reset_index()
 workbook.tables.table(rows, "What was measured")
@@ -162,8 +160,6 @@ assert len({ranked.code for ranked in diagnosis.ranked}) == len(shares)
 # %%
 digests = {} if live else workbook.digests(bundle)
 print(", ".join(f"{name}: {'equal' if same else 'differs'}" for name, same in digests.items()) or "no dumps here")
-
-# %%
 outside = diagnosis
 diagnosis = analysis.diagnose(trials, {"config": geometry, "digests": digests}, predictions=foretold)
 diagnosis
