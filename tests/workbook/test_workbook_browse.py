@@ -56,9 +56,10 @@ def test_still_lists_the_misses_alone_and_escapes_them(measured: pd.DataFrame) -
 
 def test_filters_narrow_the_list_and_the_choice_is_kept(measured: pd.DataFrame) -> None:
     shown = workbook.trials(measured)
-    bar, chosen, view = shown.live().children
+    bar, count, chosen, view = shown.live().children
     misses, arm, length, _ = bar.children
     assert misses.value and all(label.startswith("miss") for label, _ in chosen.options)
+    assert count.value.startswith(f"{len(chosen.options)} of {len(shown.rows)} trials: every arm; tokens ")
     misses.value = False
     assert len(chosen.options) == len(shown.rows)
     arm.value = "two"

@@ -100,7 +100,7 @@ class Trials(Explorer):
         ranges = {n: w.IntRangeSlider(value=e, min=e[0], max=e[1], description=SHOWN[n], style=wide)
                   for n, e in ends.items()}  # fmt: skip
         chosen = w.Select(rows=8, layout={"width": "40rem"})
-        view = w.HTML()
+        count, view = w.HTML(), w.HTML()
 
         def filtered(_: Any = None) -> None:
             rows = self.rows
@@ -109,6 +109,8 @@ class Trials(Explorer):
                     rows = rows[rows[name].between(*slider.value)]
             rows = rows[rows["hit"].eq(0)] if misses.value else rows
             rows = rows[rows["arm"].astype(str).eq(arm.value)] if arm.value in arms else rows
+            spans = "; ".join(f"{SHOWN[n]} {r.value[0]:,} to {r.value[1]:,}" for n, r in ranges.items())
+            count.value = f"{len(rows):,} of {len(self.rows):,} trials: {tables.escape(arm.value)}; {spans}"
             chosen.options = [(self.label(n), n) for n in rows.index[:MOST_LISTED]]
             chosen.value = next((n for _, n in chosen.options if n == self.value), next(iter(rows.index), None))
             show()
@@ -122,7 +124,7 @@ class Trials(Explorer):
             control.observe(filtered, names="value")
         chosen.observe(show, names="value")
         filtered()
-        return w.VBox([w.HBox([misses, arm, *ranges.values()]), chosen, view])
+        return w.VBox([w.HBox([misses, arm, *ranges.values()]), count, chosen, view])
 
     def label(self, choice: Any) -> str:
         """One line of the list: hit or miss, arm, length, place, and what was answered."""
