@@ -73,12 +73,6 @@ def nonsense(runs: int, seed: int) -> Iterator[str]:
         yield f"{name}: a fault with more than weak evidence in {len(bad)} of {runs} {dict(said) or ''}"
 
 
-def _tables(runs: int, seed: int, law: Callable[[pd.DataFrame], object], n: int = 200) -> Iterator[laws.Law]:
-    for s in range(seed, seed + runs):
-        fit = laws.fit(conditions(lost(asked(n, seed=s), law, seed=s)))
-        yield fit.laws[0]
-
-
 def intervals(runs: int, seed: int) -> Iterator[str]:
     r = np.random.default_rng(seed)
     truth = {"edge in length": "length", "edge in place": "place", "period": "residue"}
@@ -94,19 +88,20 @@ def intervals(runs: int, seed: int) -> Iterator[str]:
                 ),
                 "residue": lambda t, m=period, q=rate: q * (t.prompt_tokens % m < m // 4),
             }[family]
-            law = next(_tables(1, s, p))
+            law = laws.fit(conditions(lost(asked(200, seed=s), p, seed=s))).laws[0]
             if law.name != family:
                 continue
             right += 1
-            low, _, high = law.parameters["edge" if family != "residue" else "period"]
-            inside += low <= (edge if family != "residue" else period) <= high
+            name_of, true = ("period", period) if family == "residue" else ("edge", edge)
+            low, _, high = law.parameters[name_of]
+            inside += low <= true <= high
             rates += law.rate_inside[0] <= rate <= law.rate_inside[2]
         yield (f"{name}: found in {right} of {runs}; its interval holds the truth in {inside / max(1, right):.1%}, "
                f"the interval of the rate inside in {rates / max(1, right):.1%}")  # fmt: skip
 
 
-def planted(r: np.random.Generator) -> tuple[str, tuple[str, ...], Callable[[pd.DataFrame], pd.Series], float]:
-    """A law that somebody may plant: its words, arms, what it loses, and at which rate."""
+def planted(r: np.random.Generator) -> tuple[str, Callable[[pd.DataFrame], pd.Series], float]:
+    """A law that somebody may plant: its words, what it loses, and at which rate."""
     edge, chunk = float(np.exp(r.uniform(np.log(900), np.log(16000)))), int(r.choice([1024, 2048, 4096, 8192]))
     period = int(r.choice([4, 16, 64]))
     start = int(r.integers(period))
@@ -133,7 +128,7 @@ def planted(r: np.random.Generator) -> tuple[str, tuple[str, ...], Callable[[pd.
     }
     name, gate = str(r.choice(list(sets))), str(r.choice(list(gates), p=[0.4, 0.3, 0.1, 0.1, 0.1]))
     rate = float(r.uniform(0.9, 1) if r.random() < 0.5 else r.uniform(0.25, 0.7))
-    return f"{name} {gate}".strip(), PAIR, lambda t: sets[name](t) & gates[gate](t), rate
+    return f"{name} {gate}".strip(), lambda t: sets[name](t) & gates[gate](t), rate
 
 
 def shares(runs: int, seed: int) -> Iterator[str]:
@@ -141,8 +136,8 @@ def shares(runs: int, seed: int) -> Iterator[str]:
     probe = asked(4000, arms=PAIR, seed=10**6)
     rows = laws.Rows.of(conditions(probe.drop(columns="aborted")))
     for s in range(seed, seed + runs):
-        name, arms, law, rate = planted(np.random.default_rng([s, 77]))
-        t = asked(240, arms=arms, seed=s)
+        name, law, rate = planted(np.random.default_rng([s, 77]))
+        t = asked(240, arms=PAIR, seed=s)
         fit = laws.fit(conditions(lost(t, lambda t, law=law, rate=rate: rate * law(t), seed=s)))
         first = max(fit.shares, key=fit.shares.get)
         heads = [h for _, h in fit.hypotheses if h is not None and h.name == first]

@@ -27,7 +27,7 @@ def example(bundle: Bundle) -> tuple[analysis.Diagnosis, onepage.Brief]:
     runs = [bundle.run(name) for name in bundle.run_names]
     trials = analysis.concat([analysis.load_trials(run) for run in runs])
     journals = [probes.Recorded(run).journal for run in runs]
-    foretold = [r for journal in journals for r in journal.records if r["record"] == "predictions"]
+    foretold = [record for journal in journals for record in journal.records]
     stated = workbook.deployed(bundle)
     inside = {"config": dict(stated.config), "digests": workbook.digests(bundle)}
     diagnosis = analysis.diagnose(trials, inside, predictions=foretold)

@@ -11,7 +11,6 @@ the `with` block and with the parent process. Source of the routes: llama.cpp `t
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,5 +57,5 @@ def start(
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: stop(list(children.values()), GRACE_S))
         children["combined"] = child("combined", [str(python()), "-P", str(script), *given], {}, grace_s=0)
-        wait_until_healthy(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
+        wait_until_healthy(children, ports, start_timeout_s)
         yield Engine("combined", ports, children, engine="llama.cpp")

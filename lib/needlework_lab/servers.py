@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,38 @@ def call(
         raise ConnectionError(f"no well-formed answer ({type(error).__name__})") from None
     finally:
         connection.close()
+
+
+def last_words(role: str, child: Child) -> str:
+    """How a process ended that was still starting."""
+    status, tail = child.process.returncode, child.log_tail()
+    return f"the {role} process ended with status {status} while starting; it last wrote:\n{tail}"
+
+
+def wait_until_ready(
+    children: Mapping[str, Child],
+    timeout_s: float,
+    ready: Callable[[str], bool],
+    error: Callable[[str], Exception],
+    *,
+    poll_s: float,
+    ended: Callable[[str, Child], str] = last_words,
+) -> None:
+    """Wait until every process is `ready`, one role after the other; raises `error` with the last log lines when one
+    ends or stays silent.
+    """
+    deadline, waiting = time.monotonic() + timeout_s, list(children)
+    while waiting:
+        for role, child in children.items():
+            if not child.alive:
+                raise error(ended(role, child))
+        if ready(waiting[0]):
+            waiting.pop(0)
+        elif time.monotonic() > deadline:
+            tail = children[waiting[0]].log_tail()
+            raise error(f"the {waiting[0]} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
+        else:
+            time.sleep(poll_s)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ import contextlib
 import json
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +22,7 @@ from needlework.processes import Child, stop
 
 from needlework_lab.deployment import Deployment, LabError
 from needlework_lab.processes import LOOPBACK, free_port, listening_socket
-from needlework_lab.servers import call
+from needlework_lab.servers import call, last_words, wait_until_ready
 
 MODES = ("combined", "pd")
 ROUTERS = ("sglang", "mini")
@@ -65,20 +64,10 @@ def _router_child(kind: str, ports: Mapping[str, int], retries: bool) -> Child:
 
 
 def _wait(children: Mapping[str, Child], ports: Mapping[str, int], timeout_s: float) -> None:
-    """Wait until every process answers; LabError with the last log lines when one ends or stays silent."""
-    deadline = time.monotonic() + timeout_s
-    waiting = list(children)  # the router is last: it is not ready before the servers are
-    while waiting:
-        for role, child in children.items():
-            if not child.alive:
-                raise LabError(_epitaph(role, child))
-        if _ready(waiting[0], ports[waiting[0]]):
-            waiting.pop(0)
-            continue
-        if time.monotonic() > deadline:
-            tail = children[waiting[0]].log_tail()
-            raise LabError(f"the {waiting[0]} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
-        time.sleep(POLL_S)
+    """Wait until every process answers, the router last: it is not ready before the servers are. Raises LabError."""
+    wait_until_ready(
+        children, timeout_s, lambda role: _ready(role, ports[role]), LabError, poll_s=POLL_S, ended=_epitaph
+    )
 
 
 def _ready(role: str, port: int) -> bool:
@@ -94,10 +83,9 @@ def _ready(role: str, port: int) -> bool:
 
 
 def _epitaph(role: str, child: Child) -> str:
-    status, tail = child.process.returncode, child.log_tail()
-    if status == 2 and tail:  # a refusal: one sentence about a setting
-        return tail.splitlines()[-1]
-    return f"the {role} process ended with status {status} while starting; it last wrote:\n{tail}"
+    tail = child.log_tail()
+    refused = child.process.returncode == 2 and tail  # one sentence about a setting
+    return tail.splitlines()[-1] if refused else last_words(role, child)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any
 from needlework.processes import Child, stop
 
 from needlework_lab.processes import LOOPBACK, free_port
-from needlework_lab.servers import Servers, call
+from needlework_lab.servers import Servers, call, wait_until_ready
 
 MODES = ("combined", "pd")
 MODEL_NAME = "smollm2-135m-instruct"
@@ -163,12 +162,12 @@ def start(
         stack.callback(lambda: stop(list(children.values()), GRACE_S + 3))
         for n, role in enumerate(roles):
             children[role] = _server(role, ports[role], n, scratch, max_model_len, arguments)
-        wait_until_healthy(children, ports, time.monotonic() + start_timeout_s, start_timeout_s)
+        wait_until_healthy(children, ports, start_timeout_s)
         for n, role in enumerate(roles):
             _bind(children[role].pid, _core(n))
         if mode == "pd":
             children["router"] = _router(ports, scratch)
-            wait_until_healthy(children, ports, time.monotonic() + 60, 60)
+            wait_until_healthy(children, ports, 60)
         yield Engine(mode, ports, children)
 
 
@@ -237,25 +236,11 @@ def _folders(scratch: Path) -> dict[str, str]:
     return dict.fromkeys(names, str(scratch))
 
 
-def wait_until_healthy(
-    children: Mapping[str, Child], ports: Mapping[str, int], deadline: float, timeout_s: float
-) -> None:
-    """Wait until every process answers; EngineError with the last log lines when one ends or stays silent."""
-    waiting = list(children)
-    while waiting:
-        for role, child in children.items():
-            if not child.alive:
-                status, tail = child.process.returncode, child.log_tail()
-                raise EngineError(
-                    f"the {role} process ended with status {status} while starting; it last wrote:\n{tail}"
-                )
-        if _get(ports[waiting[0]], "/health", 2.0)[0] == 200:
-            waiting.pop(0)
-        elif time.monotonic() > deadline:
-            tail = children[waiting[0]].log_tail()
-            raise EngineError(f"the {waiting[0]} process was not ready within {timeout_s:g} s; it last wrote:\n{tail}")
-        else:
-            time.sleep(POLL_S)
+def wait_until_healthy(children: Mapping[str, Child], ports: Mapping[str, int], timeout_s: float) -> None:
+    """Wait until every process answers; raises EngineError."""
+    wait_until_ready(
+        children, timeout_s, lambda role: _get(ports[role], "/health", 2.0)[0] == 200, EngineError, poll_s=POLL_S
+    )
 
 
 def _get(port: int, path: str, timeout_s: float) -> tuple[int, str]:

@@ -61,7 +61,7 @@ print(f"{len(known)} trials are known" + (f", of {', '.join(f.stem for f in fold
 # %%
 stated = workbook.deployed(bundle)
 journals = [] if live else [probes.Recorded(folder).journal for folder in folders]
-foretold = [record for journal in journals for record in journal.records if record["record"] == "predictions"]
+foretold = [record for journal in journals for record in journal.records]
 if live:
     with workbook.open_target(target, incident=bundle) as opened:
         stated = workbook.deployed(bundle, opened)

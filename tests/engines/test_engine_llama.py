@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
 from needlework import probes
 from needlework.serving import Endpoint, capabilities, run
 from needlework_lab import llama
-from needlework_press import runner
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +53,10 @@ def test_a_pair_is_refused():
         pass
 
 
-def test_the_recall_notebook_runs_on_it(endpoint):
-    (twin,) = runner.choose(["03_recall_vs_length"], ROOT)
-    notebook = asyncio.run(
-        runner.execute(
-            twin,
-            root=ROOT,
-            parameters={"target": endpoint.base_url, "lengths": [300, 600, 1200], "depths": [0.2, 0.8], "search_s": 10},
-            environment={"NEEDLEWORK_TARGET": endpoint.base_url},
-            timeout_s=900,
-        )
-    )
-    printed = " ".join(o.text for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout")
-    assert printed, "a notebook that says nothing"
+def test_the_recall_notebook_runs_on_it(endpoint, executed, tmp_path):
+    shorter = {"lengths": [300, 600, 1200], "depths": [0.2, 0.8], "search_s": 10}
+    _, printed = executed("03_recall_vs_length", endpoint.base_url, tmp_path / "run", **shorter)
+    assert any("the stated window: 8,192 tokens" in text for text in printed), printed
+    trials = probes.Journal(tmp_path / "run", read_only=True).frame()
+    asked = trials[trials["probe"] == "recall"]
+    assert sorted(asked["target_tokens"].unique()) == [300, 600, 1200] and not (asked["outcome"] == "transport").any()

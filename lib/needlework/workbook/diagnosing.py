@@ -89,12 +89,11 @@ def _recorded(path: Path, options: argparse.Namespace) -> tuple[Diagnosis, bool]
     for limit in _limits(trials):
         print(f"note: {limit}", file=sys.stderr)
     options.trials = trials
-    foretold = [r for r in records if r.get("record") == "predictions"]
     finished = not records or any(r.get("record") == "end" for r in records)
     if not finished:
         print(f"UNFINISHED: this run was stopped after {len(trials)} trials; what follows holds for those. The command "
               "that began it goes on.", file=sys.stderr)  # fmt: skip
-    return analysis.diagnose(trials, _inside(options, known), predictions=foretold), finished
+    return analysis.diagnose(trials, _inside(options, known), predictions=records), finished
 
 
 def _is_size(value: object) -> bool:
